@@ -1,0 +1,20 @@
+-- An evaluation ended.
+create table evaluated (
+    step integer not null,
+    policy_version integer not null,
+    dataset varchar not null,
+    num_rollouts integer not null,
+    num_failed integer not null,
+    reward_mean double,
+    reward_ci95 double,
+    weights_digest varchar not null
+);
+
+comment on column evaluated.step is 'steps trained';
+comment on column evaluated.policy_version is 'version that was evaluated';
+comment on column evaluated.dataset is 'evaluation prompts';
+comment on column evaluated.num_rollouts is 'scored rollouts';
+comment on column evaluated.num_failed is 'failed rollouts';
+comment on column evaluated.reward_mean is 'mean reward';
+comment on column evaluated.reward_ci95 is 'half width of the 95 % interval of the mean';
+comment on column evaluated.weights_digest is 'blake2b-128 hex of the evaluated weights';

@@ -1,0 +1,24 @@
+-- The engines took new weights.
+create table weights_refit (
+    policy_version integer not null,
+    step integer not null,
+    weights_digest varchar not null,
+    engines varchar not null,
+    pause_s double not null,
+    transfer_s double not null,
+    verify_s double not null,
+    resume_s double not null,
+    size_bytes bigint not null,
+    num_in_flight integer not null
+);
+
+comment on column weights_refit.policy_version is 'new version';
+comment on column weights_refit.step is 'step that made the weights';
+comment on column weights_refit.weights_digest is 'blake2b-128 hex over names and digests of the tensors sent';
+comment on column weights_refit.engines is 'JSON object: engine to digest it reported';
+comment on column weights_refit.pause_s is 'seconds to pause';
+comment on column weights_refit.transfer_s is 'seconds to transfer and load';
+comment on column weights_refit.verify_s is 'seconds to compare digests';
+comment on column weights_refit.resume_s is 'seconds to resume';
+comment on column weights_refit.size_bytes is 'bytes sent';
+comment on column weights_refit.num_in_flight is 'requests kept in flight across the refit';
