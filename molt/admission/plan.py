@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from molt.admission.balance import balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +44,39 @@ class StepPlan:
     num_groups: int
     cursor: int
     """Largest lsn of segments taken in."""
+
+
+def plan_step(
+    segments: list[SegmentRow], *, step: int, policy_version: int, seed: int, num_ranks: int, micro_batch_tokens: int, cursor: int
+) -> StepPlan:
+    """Plan one step over the segments of its groups, in whatever order they come: the plan depends on their ids alone."""
+    ordered = tuple(sorted(segments, key=lambda row: (row.prompt_index, row.group_id, row.rollout_id, row.segment_id)))
+    return StepPlan(
+        step=step,
+        policy_version=policy_version,
+        seed=seed,
+        segments=ordered,
+        micro_batches=balance([row.n_tokens for row in ordered], num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens),
+        n_sampled=sum(row.n_sampled for row in ordered),
+        num_rollouts=len({row.rollout_id for row in ordered}),
+        num_groups=len({row.group_id for row in ordered}),
+        cursor=cursor,
+    )
+
+
+def plan_to_json(plan: StepPlan) -> str:
+    """The plan as JSON with sorted keys: equal plans give equal text."""
+    return json.dumps(asdict(plan), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def plan_from_json(text: str) -> StepPlan:
+    """The plan that plan_to_json wrote."""
+    fields = json.loads(text)
+    fields["segments"] = tuple(SegmentRow(**row) for row in fields["segments"])
+    fields["micro_batches"] = tuple(tuple(tuple(batch) for batch in rank) for rank in fields["micro_batches"])
+    return StepPlan(**fields)
+
+
+def plan_digest(text: str) -> str:
+    """blake2b-128 hex of the JSON of a plan."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
