@@ -1,9 +1,9 @@
 """The engine protocol: ids in, ids out, with a log-prob and a policy version for each.
 
-    generate ... waits for a free slot, then for its tokens; a pause holds it between tokens, a resume lets it go on
-    pause    ... returns when no forward pass runs; requests in flight keep their tokens ("keep") or end as "abort"
-    refit    ... only while paused: takes weights, drops caches, compares digests, then counts as the new version
-    resume   ... generation goes on; tokens sampled from now on carry the new version
+generate ... waits for a free slot, then for its tokens; a pause holds it between tokens, a resume lets it go on
+pause    ... returns when no forward pass runs; requests in flight keep their tokens ("keep") or end as "abort"
+refit    ... only while paused: takes weights, drops caches, compares digests, then counts as the new version
+resume   ... generation goes on; tokens sampled from now on carry the new version
 """
 
 from __future__ import annotations

@@ -1,0 +1,149 @@
+"""Weights on the way from trainer to engines: digests, safetensors in shared memory, and names that both sides share.
+
+    trainer: named_weights -> write_weights -> WeightSource        (one file, complete before it has its name)
+    engine : read_weights(source) -> (name, tensor), each digest compared before the tensor is used
+    driver : remove_weights(source) once every engine has taken it
+
+A digest is blake2b-128 over the bytes of one tensor in C order, in the dtype sent; a model digest is over sorted names and digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from molt.errors import RefitError, SettingError
+from molt.rollout.engine import WeightSource
+
+SHARED_MEMORY = Path("/dev/shm")
+_SPARE_BYTES = 64 * 1024 * 1024
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """blake2b-128 hex over the bytes of one tensor, C order, in its own dtype."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).hexdigest()
+
+
+def digest_tensors(tensors: Mapping[str, torch.Tensor], *, num_threads: int = 4) -> dict[str, str]:
+    """Digest of each tensor by name; hashing releases the interpreter, so several go at once."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
+
+
+def model_digest(digests: Mapping[str, str]) -> str:
+    """blake2b-128 hex over `name digest` lines, sorted by name: one name for a whole set of weights."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names of its Hugging Face checkpoint; a tied tensor once, under its first name."""
+    state: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in _tied_last(model):
+        place = (tensor.untyped_storage().data_ptr() + tensor.storage_offset(), tuple(tensor.shape))
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        state[name] = tensor.detach()
+    return checkpoint_names(model, state)
+
+
+def checkpoint_names(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors under checkpoint names (fused experts are split as the checkpoint has them)."""
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
+        return dict(state)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(state)))
+
+
+def _tied_last(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """State in checkpoint order, with the names that are tied to others (an output head) at the end."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    return sorted(model.state_dict().items(), key=lambda item: item[0] in tied)
+
+
+def size_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def write_weights(tensors: Mapping[str, torch.Tensor], *, policy_version: int, folder: Path) -> WeightSource:
+    """Write one safetensors file that engines of this host read, with a digest for each tensor.
+
+    The file appears under its name when it is complete. A folder without room is a SettingError that says so.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    num_bytes = size_bytes(tensors.values())
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes + _SPARE_BYTES:
+        raise SettingError(
+            f"weights of {num_bytes / 2**20:.0f} MiB do not fit into {folder} ({free / 2**20:.0f} MiB free); "
+            "give the machine a larger shared memory (docker: --shm-size) or a smaller model"
+        )
+    host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    path = folder / f"weights-{policy_version:08d}.safetensors"
+    partial = path.with_suffix(".partial")
+    save_file(host, partial)
+    os.replace(partial, path)
+    return WeightSource(
+        policy_version=policy_version,
+        transport="file",
+        path=str(path),
+        digests=digest_tensors(host),
+        options={"size_bytes": str(num_bytes)},
+    )
+
+
+def read_weights(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a file source in stored order; RefitError at the first that is missing, extra or differs from its digest."""
+    from safetensors import SafetensorError, safe_open
+
+    if source.transport != "file" or source.path is None:
+        raise RefitError(f"transport={source.transport} cannot be read as a file; publish the weights with transport file")
+    try:
+        with safe_open(source.path, framework="pt") as stored:
+            names = list(stored.keys())
+            if set(names) != set(source.digests):
+                raise RefitError(_names_differ(set(source.digests), set(names), source.path))
+            for name in names:
+                tensor = stored.get_tensor(name)
+                found = tensor_digest(tensor)
+                if found != source.digests[name]:
+                    raise RefitError(f"{name} of version {source.policy_version}: digest {found}, sent as {source.digests[name]}")
+                yield name, tensor
+    except (OSError, SafetensorError) as error:
+        raise RefitError(f"weights of version {source.policy_version} cannot be read from {source.path}: {error}") from error
+
+
+def _names_differ(expected: set[str], found: set[str], where: str) -> str:
+    missing, extra = sorted(expected - found), sorted(found - expected)
+    return f"tensors of {where} differ from those sent: missing {missing[:3]} ({len(missing)}), unexpected {extra[:3]} ({len(extra)})"
+
+
+def check_names(expected: Iterable[str], sent: Iterable[str], *, tied: Iterable[str] = ()) -> None:
+    """RefitError unless exactly the engine's tensors were sent; a tied name may be sent or left out."""
+    wanted, given, loose = set(expected), set(sent), set(tied)
+    if wanted - given - loose or given - wanted - loose:
+        raise RefitError(_names_differ(wanted - loose, given - loose, "the engine's model"))
+
+
+def remove_weights(source: WeightSource) -> None:
+    """Free the memory of a file source. Nothing happens when it is already gone."""
+    if source.path is not None:
+        Path(source.path).unlink(missing_ok=True)
+
+
+def weights_folder(run: str, *, root: Path = SHARED_MEMORY) -> Path:
+    """Where a run's weights pass through: shared memory when the host has it, else the given root."""
+    return root / f"molt-{hashlib.blake2b(run.encode(), digest_size=6).hexdigest()}"
