@@ -1,0 +1,82 @@
+"""Attention over packed rows: each row attends to itself only, by construction instead of by mask."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from molt.errors import SettingError
+
+NAME = "molt_rows"
+"""Under this name transformers builds no mask and calls rows_attention with the row lengths that the forward was given."""
+
+
+def register() -> None:
+    """Make the attention known to transformers; harmless when repeated."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, rows_attention)
+
+
+def rows_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    row_lengths: tuple[int, ...] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D)."""
+    if row_lengths is None or attention_mask is not None:
+        raise SettingError(f"attention={NAME}, it needs packed rows and no mask; call the model through molt.learn.model")
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, row_lengths, scaling, sliding_window), None
+    outputs = [
+        _one_row(q, k, v, scaling, sliding_window)
+        for q, k, v in zip(
+            query.split(row_lengths, dim=2), key.split(row_lengths, dim=2), value.split(row_lengths, dim=2), strict=True
+        )
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None) -> torch.Tensor:
+    """One row alone: (1, H, l, D)."""
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    mask = None
+    if window is not None and window < length:
+        place = torch.arange(length, device=q.device)
+        distance = place[:, None] - place[None, :]
+        mask = (distance >= 0) & (distance < window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+
+
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """All rows in one kernel: torch's own variable-length flash attention. Returns (1, L, H, D)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    bounds = torch.tensor((0, *lengths), dtype=torch.int32, device=q.device).cumsum(0, dtype=torch.int32)
+    left = -1 if window is None else window - 1
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (L, H, D)
+    longest = max(lengths)
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0))[None]
+
+
+def block_causal_mask(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """(1, 1, L, L) additive mask: 0 where a token may look, -inf elsewhere. For the eager attention; quadratic in L."""
+    row_L = torch.repeat_interleave(torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device))
+    place_L = torch.arange(len(row_L), device=device)
+    may_look = (row_L[:, None] == row_L[None, :]) & (place_L[:, None] >= place_L[None, :])
+    return torch.zeros(may_look.shape, dtype=dtype, device=device).masked_fill(~may_look, float("-inf"))[None, None]

@@ -1,0 +1,177 @@
+"""Checkpoints that name the log position that made them: model, optimizer, schedule and random states.
+
+    write  into .partial-step-N  ->  fsync  ->  rename to step-N  ->  complete.json (last, by rename)
+    find   the newest folder whose complete.json lists files that are all there in full size; others are passed over with a note
+
+The state itself is torch's distributed checkpoint, so another number of ranks can load it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from molt.errors import DataError
+from molt.learn.policy import Policy
+
+MARKER = "complete.json"
+POSITION = "position.json"
+note = structlog.get_logger("molt.learn.checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where in the run and in its log a checkpoint stands."""
+
+    step: int
+    """Steps trained."""
+    policy_version: int
+    cursor: int
+    """Largest lsn of segments taken in."""
+    lsn_end: int
+    """Largest lsn that the weights build on."""
+    weights_digest: str
+    num_updates: dict[str, int]
+    """Updates made, by policy (actor, critic): the place in the schedule."""
+
+
+def save(root: Path, policies: dict[str, Policy], position: Position) -> Path:
+    """Write one checkpoint under root; a collective. Returns its folder on every rank."""
+    name = f"step-{position.step:08d}"
+    final, partial = root / name, root / f".partial-{name}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(_state(policies), checkpoint_id=partial)
+    if dist.get_rank() == 0:
+        (partial / POSITION).write_text(json.dumps(asdict(position), indent=1))
+        _publish(partial, final)
+    dist.barrier()
+    return final
+
+
+def load(folder: Path, policies: dict[str, Policy]) -> Position:
+    """Put a complete checkpoint into the policies; a collective. Raises DataError for one that is not complete."""
+    if (reason := incomplete(folder)) is not None:
+        raise DataError(f"checkpoint {folder} is not complete: {reason}; load an older one")
+    position = read_position(folder)
+    state = _state(policies, position.num_updates)
+    rng = {key: value for key, value in state.pop("rng").items()}
+    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    has_rng = all(f"rng.{key}" in known for key in rng)
+    dcp.load(state | ({"rng": rng} if has_rng else {}), checkpoint_id=folder)
+    for name, policy in policies.items():
+        set_model_state_dict(policy.scorer, state[name]["model"])
+        policy.num_updates = position.num_updates[name]
+        if "optimizer" in state[name]:
+            set_optimizer_state_dict(policy.scorer, policy.optimizer, state[name]["optimizer"])
+    if has_rng:
+        _set_rng(rng)
+    return position
+
+
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint under root; None when there is none. Incomplete ones are named in the log of the process."""
+    for folder in sorted(root.glob("step-*"), reverse=True) if root.is_dir() else ():
+        reason = incomplete(folder)
+        if reason is None:
+            return folder
+        note.warning("checkpoint passed over", checkpoint=str(folder), reason=reason)
+    return None
+
+
+def incomplete(folder: Path) -> str | None:
+    """Why a folder is not a complete checkpoint; None when it is."""
+    marker = folder / MARKER
+    if not marker.is_file():
+        return f"{MARKER} is missing"
+    try:
+        sizes: dict[str, int] = json.loads(marker.read_text())["files"]
+    except (ValueError, KeyError, TypeError):
+        return f"{MARKER} cannot be read"
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, {size} were written"
+    return None
+
+
+def read_position(folder: Path) -> Position:
+    """The position of a checkpoint."""
+    return Position(**json.loads((folder / POSITION).read_text()))
+
+
+def keep_newest(root: Path, keep: int) -> None:
+    """Remove complete checkpoints but the newest ones, and what crashes left."""
+    folders = [folder for folder in sorted(root.glob("step-*"), reverse=True) if incomplete(folder) is None]
+    for folder in [*folders[keep:], *root.glob(".partial-*")]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _state(policies: dict[str, Policy], num_updates: dict[str, int] | None = None) -> dict[str, Any]:
+    """The tree that a checkpoint holds. num_updates: of the checkpoint that is about to be loaded."""
+    state: dict[str, Any] = {"rng": _rng()}
+    for name, policy in policies.items():
+        state[name] = {"model": get_model_state_dict(policy.scorer)}
+        # An optimizer that never stepped has no state; asking for it would make one and count it as a step.
+        if (policy.num_updates if num_updates is None else num_updates[name]) > 0:
+            state[name]["optimizer"] = get_optimizer_state_dict(policy.scorer, policy.optimizer)
+    return state
+
+
+def _rng() -> dict[str, torch.Tensor]:
+    """Random states of this rank."""
+    rank = dist.get_rank()
+    states = {f"cpu{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"cuda{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng(states: dict[str, torch.Tensor]) -> None:
+    """Put them back."""
+    for name, state in states.items():
+        (torch.set_rng_state if name.startswith("cpu") else torch.cuda.set_rng_state)(state)
+
+
+def _publish(partial: Path, final: Path) -> None:
+    """Make a written folder durable and give it its name; the marker comes last."""
+    files = [file for file in sorted(partial.rglob("*")) if file.is_file()]
+    for file in files:
+        sync(file)
+    sync(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    sync(final.parent)
+    marker = final / f".{MARKER}"
+    marker.write_text(json.dumps({"files": {str(file.relative_to(partial)): (final / file.relative_to(partial)).stat().st_size for file in files}}))
+    sync(marker)
+    os.replace(marker, final / MARKER)
+    sync(final)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

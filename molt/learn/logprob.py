@@ -1,0 +1,97 @@
+"""Log-probs and entropies of sampled tokens in chunks: the vocabulary is never held for a whole batch.
+
+Axes: N sampled tokens, D hidden size, V vocabulary. Logits are divided by the temperature in float32, whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK_FLOATS = 1 << 23
+"""Largest (chunk, V) float32 block: 32 MiB."""
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Tokens per chunk."""
+    return max(1, CHUNK_FLOATS // vocab_size)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """hidden_ND, weight_VD -> log-prob and entropy of each target; logits are made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy):  # type: ignore[no-untyped-def]
+        logprobs_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
+        entropy_N = torch.zeros_like(logprobs_N)
+        for span in _spans(len(target_N), weight_VD.shape[0]):
+            logits = _logits(hidden_ND[span], weight_VD, bias_V, temperature_N[span])  # (c, V)
+            logp = torch.log_softmax(logits, dim=-1)
+            logprobs_N[span] = logp.gather(1, target_N[span, None])[:, 0]
+            if wants_entropy:
+                entropy_N[span] = -(logp.exp() * logp).sum(-1)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N)
+        ctx.wants_entropy = wants_entropy
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logp_N, grad_entropy_N):  # type: ignore[no-untyped-def]
+        hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and ctx.needs_input_grad[2] else None
+        for span in _spans(len(target_N), weight_VD.shape[0]):
+            logits = _logits(hidden_ND[span], weight_VD, bias_V, temperature_N[span])
+            logp = torch.log_softmax(logits, dim=-1)
+            p = logp.exp()
+            grad = -p * grad_logp_N[span, None]  # d logp_target / d logits = onehot - p
+            grad.scatter_add_(1, target_N[span, None], grad_logp_N[span, None])
+            if ctx.wants_entropy:  # d H / d logits = -p (logp + H)
+                grad -= grad_entropy_N[span, None] * p * (logp + entropy_N[span, None])
+            grad = (grad / temperature_N[span, None]).to(hidden_ND.dtype)
+            if grad_hidden is not None:
+                grad_hidden[span] = grad @ weight_VD
+            if grad_weight is not None:
+                grad_weight += (grad.t() @ hidden_ND[span]).float()
+            if grad_bias is not None:
+                grad_bias += grad.float().sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+            None if grad_bias is None else grad_bias.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def head_logprobs(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    target_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    *,
+    wants_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target under softmax(logits / temperature), and the entropy there (zeros when not wanted). Both (N,) float32."""
+    return _HeadLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy)
+
+
+def logits_logprobs(logits_NV: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from logits that a model made itself (soft-capped or scaled heads)."""
+    logp_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
+    return logp_NV.gather(1, target_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def _logits(hidden_cD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, temperature_c: torch.Tensor) -> torch.Tensor:
+    """(c, V) float32: the model's own logits, upcast, then divided by the temperature."""
+    logits = hidden_cD @ weight_VD.t()
+    if bias_V is not None:
+        logits = logits + bias_V
+    return logits.float() / temperature_c[:, None]
+
+
+def _spans(n: int, vocab_size: int) -> list[slice]:
+    """Slices that cover n tokens."""
+    step = chunk_size(vocab_size)
+    return [slice(i, min(i + step, n)) for i in range(0, n, step)]

@@ -1,0 +1,87 @@
+"""Rows of the log laid end to end in one packed input that no row can look out of.
+
+Axes: L packed tokens of one micro-batch, R rows (segments) in it, N sampled tokens in it (row order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from molt.errors import LineageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """One micro-batch without padding. Attention stays inside a row; the shift by one happens inside a row."""
+
+    input_ids: torch.Tensor
+    """(1, L) int64."""
+    position_ids: torch.Tensor
+    """(1, L) int64: restarts at 0 in every row."""
+    row_lengths: tuple[int, ...]
+    """(R,): they sum to L."""
+    index_N: torch.Tensor
+    """(N,) int64: place in L whose output predicts the token."""
+    target_N: torch.Tensor
+    """(N,) int64: the sampled ids."""
+    temperature_N: torch.Tensor
+    """(N,) float32: softmax temperature that each was sampled at."""
+    row_N: torch.Tensor
+    """(N,) int64: row of each sampled token."""
+
+    def to(self, device: torch.device) -> Packed:
+        """The same micro-batch on another device."""
+        if device.type == "cpu":
+            return self
+        return Packed(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            row_lengths=self.row_lengths,
+            index_N=self.index_N.to(device, non_blocking=True),
+            target_N=self.target_N.to(device, non_blocking=True),
+            temperature_N=self.temperature_N.to(device, non_blocking=True),
+            row_N=self.row_N.to(device, non_blocking=True),
+        )
+
+
+def pack(
+    token_ids: Sequence[np.ndarray],
+    is_sampled: Sequence[np.ndarray],
+    temperatures: Sequence[float] | None = None,
+) -> Packed:
+    """Lay rows end to end. Raises LineageError for a row whose first token counts as sampled: nothing predicts it."""
+    lengths = tuple(len(ids) for ids in token_ids)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if lengths else np.zeros(0, np.int64)
+    index, target, rows = [], [], []
+    for row, (ids, mask) in enumerate(zip(token_ids, is_sampled, strict=True)):
+        places = np.flatnonzero(mask)
+        if len(places) and places[0] == 0:
+            raise LineageError(f"row {row}: its first token is marked as sampled, but nothing precedes it; the row cannot be scored")
+        index.append(starts[row] + places - 1)
+        target.append(ids[places])
+        rows.append(np.full(len(places), row, np.int64))
+    row_N = _joined(rows, np.int64)
+    scale = np.ones(len(lengths), np.float32) if temperatures is None else np.asarray(temperatures, np.float32)
+    return Packed(
+        input_ids=torch.from_numpy(_joined(token_ids, np.int64))[None],
+        position_ids=torch.from_numpy(_joined([np.arange(n) for n in lengths], np.int64))[None],
+        row_lengths=lengths,
+        index_N=torch.from_numpy(_joined(index, np.int64)),
+        target_N=torch.from_numpy(_joined(target, np.int64)),
+        temperature_N=torch.from_numpy(scale[row_N]),
+        row_N=torch.from_numpy(row_N),
+    )
+
+
+def dummy() -> Packed:
+    """A row of two tokens for a rank that has nothing to do, so that it takes part in every collective."""
+    return pack([np.zeros(2, np.int32)], [np.array([False, True])])
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """One array of that type, also for no parts."""
+    return np.concatenate(parts).astype(dtype, copy=False) if len(parts) else np.zeros(0, dtype)

@@ -1,0 +1,150 @@
+"""The policy under FSDP2: sharded master weights, gradient sums over ranks, AdamW, schedule and clipping.
+
+Every rank calls the same methods in the same order; each forward, backward and step is a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from molt.config import ActorSettings, FsdpSettings
+from molt.errors import NonFiniteError
+from molt.learn.model import TokenScorer, decoder_blocks
+from molt.learn.packing import Packed
+
+SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one optimizer update did."""
+
+    grad_norm: float
+    """Before clipping, over all ranks."""
+    learning_rate: float
+
+
+class Policy:
+    """One model that learns: packed rows in, log-probs out, then one update from the summed gradient."""
+
+    def __init__(
+        self,
+        scorer: nn.Module,
+        actor: ActorSettings,
+        fsdp: FsdpSettings,
+        *,
+        mesh: DeviceMesh,
+        num_steps: int,
+        learning_rate: float | None = None,
+    ) -> None:
+        """num_steps: length of the schedule. learning_rate: in place of the actor's (a critic has its own)."""
+        self.actor = actor
+        self.peak_learning_rate = actor.learning_rate if learning_rate is None else learning_rate
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        self.num_steps = num_steps
+        self.num_updates = 0
+        self.scorer = shard(scorer, actor, fsdp, mesh)
+        self.parameters = [p for p in self.scorer.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=self.peak_learning_rate, betas=actor.adam_betas, weight_decay=actor.weight_decay
+        )
+
+    def __call__(self, packed: Packed, *, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) log-probs and (N,) entropies with a graph for backward."""
+        return self.scorer(packed.to(self.device), wants_entropy)
+
+    @torch.no_grad()
+    def score(self, packed: Packed, *, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same without a graph."""
+        return self.scorer(packed.to(self.device), wants_entropy)
+
+    def learning_rate(self) -> float:
+        """Of the next update: linear warm-up, then the schedule down to actor.min_learning_rate."""
+        peak, floor, warmup = self.peak_learning_rate, self.actor.min_learning_rate, self.actor.warmup_steps
+        if self.num_updates < warmup:
+            return peak * (self.num_updates + 1) / warmup
+        done = min(1.0, (self.num_updates - warmup) / max(1, self.num_steps - warmup))
+        match self.actor.schedule:
+            case "linear":
+                return floor + (peak - floor) * (1 - done)
+            case "cosine":
+                return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+            case _:
+                return peak
+
+    def update(self) -> Update:
+        """Clip and step once. Raises NonFiniteError, with weights and optimizer unchanged, for a gradient that is not finite."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(grad_norm):
+            bad = self._non_finite_names()
+            self.forget_gradient()
+            raise NonFiniteError(f"gradient norm {grad_norm}, not finite in {', '.join(bad) or 'the sum'}; the step is refused")
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.actor.max_grad_norm, norm)
+        rate = self.learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.forget_gradient()
+        self.num_updates += 1
+        return Update(grad_norm=grad_norm, learning_rate=rate)
+
+    def forget_gradient(self) -> None:
+        """Drop what was accumulated since the last update."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def full_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU under the model's own names, tied ones once. A collective: every rank gets all."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self.scorer.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            tensors[_bare(name)] = whole.detach().to("cpu", dtype or whole.dtype)
+        return tensors
+
+    def _non_finite_names(self) -> list[str]:
+        """Parameters whose local gradient is not finite; at most three."""
+        named = ((_bare(name), p.grad) for name, p in self.scorer.named_parameters() if p.grad is not None)
+        bad = [name for name, grad in named if not bool(torch.isfinite(_local(grad)).all())]
+        return bad[:3]
+
+
+def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: DeviceMesh) -> nn.Module:
+    """fully_shard of every block and of the whole, also for one rank; gradients are summed over ranks, not averaged."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if actor.dtype == "bfloat16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy() if fsdp.offload == "full" and mesh.device_type == "cuda" else OffloadPolicy()
+    for block in decoder_blocks(scorer):
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(scorer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return scorer
+
+
+def optimizer_state(policy: Policy) -> dict[str, Any]:
+    """What a checkpoint keeps beside the weights: moments by parameter name, and the place in the schedule."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return {"optimizer": get_optimizer_state_dict(policy.scorer, policy.optimizer), "num_updates": policy.num_updates}
+
+
+def _bare(name: str) -> str:
+    """The name inside the language model."""
+    return name.removeprefix("lm.")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
