@@ -1,0 +1,212 @@
+"""What an agent author writes: Env with reset and step, and the AgentRunner that a file exports.
+
+    reset ---- Observation ----> model call ---- Action ----> step ---- Result
+                                    ^                           |
+                                    '------ its observation ----'      until terminated or truncated is said
+
+Three states of a reward are kept apart: a number (0.0 included), absent (no step has given one yet) and unscorable
+(the agent says that this rollout cannot be graded). An exception is none of them: it fails the rollout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+
+from molt.data.prompts import Message, Prompt
+from molt.errors import AgentError
+from molt.rollout.engine import FinishReason
+
+
+class StopReason(StrEnum):
+    """What ended a rollout."""
+
+    TERMINATED = "terminated"
+    """The agent ended it."""
+    MAX_TOKENS = "max_tokens"
+    """Its last model call was cut at rollout.max_new_tokens."""
+    MAX_TURNS = "max_turns"
+    """rollout.max_turns model calls were made."""
+    CONTEXT = "context"
+    """No room was left below data.max_len."""
+    AGENT = "agent"
+    """The agent said truncated."""
+    TIMEOUT = "timeout"
+    """rollout.timeout_s was reached, and what it had earned until then stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """One tool as the chat template shows it to the model."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    """JSON schema of the arguments."""
+
+    def definition(self) -> dict[str, Any]:
+        """The form that chat templates take."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call that the model wrote."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    call_id: str | None = None
+    """The id that the model wrote, in formats that have one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Messages that come next in the chat: role user, tool or (first only) system. Never role assistant."""
+
+    messages: tuple[Message, ...]
+
+    @classmethod
+    def user(cls, text: str) -> Observation:
+        """One user message."""
+        return cls(messages=({"role": "user", "content": text},))
+
+    @classmethod
+    def tool(cls, *results: str, call_ids: Sequence[str] = ()) -> Observation:
+        """The results of one run of tool calls, in the order of the calls."""
+        if call_ids and len(call_ids) != len(results):
+            raise AgentError(f"call_ids has {len(call_ids)} entries for {len(results)} results; give one for each, or none")
+        ids = list(call_ids) or [None] * len(results)
+        return cls(
+            messages=tuple(
+                {"role": "tool", "content": text} | ({"tool_call_id": call_id} if call_id else {})
+                for text, call_id in zip(results, ids, strict=True)
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One model call, as the agent sees it."""
+
+    text: str
+    """A view: the decoded ids without the stop id, other special tokens kept. It is never encoded again."""
+    token_ids: np.ndarray
+    """(N,) int32: the ids as sampled, the stop id included."""
+    finish_reason: FinishReason
+    turn: int
+    """Model calls before this one."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a length limit ended it."""
+        return self.finish_reason is FinishReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one step did. terminated and truncated must be said."""
+
+    terminated: bool
+    """The task is over."""
+    truncated: bool
+    """The agent cuts it short of its end."""
+    observation: Observation | None = None
+    """What the model sees next; needed when neither terminated nor truncated."""
+    reward: float | None = None
+    """Added to the rewards of earlier steps; None: this step gives none."""
+    unscorable: str | None = None
+    """Why this rollout cannot be graded; its reward is then null, whatever earlier steps gave."""
+    outcome: float | None = None
+    """Unshaped outcome (correct or not) that dynamic filtering looks at; the last one given stands."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to report; the last one given under a name stands."""
+
+    def __post_init__(self) -> None:
+        for name in ("terminated", "truncated"):
+            if not isinstance(getattr(self, name), bool):
+                raise AgentError(f"Result({name}={getattr(self, name)!r}), it must be True or False; say which")
+        is_over = self.terminated or self.truncated
+        if not is_over and self.observation is None:
+            raise AgentError("Result(terminated=False, truncated=False) without an observation; give one, or end the rollout")
+        for name in ("reward", "outcome"):
+            value = getattr(self, name)
+            if value is not None and not np.isfinite(value):
+                raise AgentError(f"Result({name}={value}), it must be finite; use unscorable=... when it cannot be graded")
+        json.dumps(dict(self.metrics))
+
+
+class Env:
+    """One rollout of one prompt; the framework owns the loop.
+
+    A new instance is made for each rollout. Both methods are async: code that blocks goes through asyncio.to_thread, since
+    other rollouts share the loop. An exception or an overrun of rollout.timeout_s fails the rollout.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+
+    async def reset(self) -> Observation:
+        """First messages; by default those of the prompt."""
+        return Observation(messages=self.prompt.messages)
+
+    async def step(self, action: Action) -> Result:
+        """Take one action of the model."""
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+    async def cut(self, reason: StopReason, earned: float | None) -> Result | None:
+        """A limit (not the agent) ends the rollout: the result to end with, or None to fail it.
+
+        earned is the sum of rewards given so far, None when no step gave one. By default what was earned stands; a policy
+        that ran out of turns or context without earning gets 0, while a timeout without earnings fails the rollout, since
+        nobody knows whose fault it was.
+        """
+        if reason is StopReason.TIMEOUT and not earned:
+            return None
+        return Result(terminated=False, truncated=True, reward=None if earned is not None else 0.0)
+
+    async def close(self) -> None:
+        """Free what reset made. Called once, however the rollout ended."""
+
+
+class Model(Protocol):
+    """The policy, as a loop of the user's own calls it."""
+
+    async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Action:
+        """Sample the next assistant message.
+
+        Messages of role assistant that came from this model (Action.text as content) stand for the ids that were sampled.
+        """
+        ...
+
+
+class AgentRunner:
+    """What an agent file exports, subclassed under the name AgentRunner. One instance lives in each rollout worker.
+
+    Set env to an Env class; or override run and own the loop.
+    """
+
+    env: type[Env] | None = None
+    tools: Sequence[Tool] = ()
+    """Tools shown by the chat template, the same in every render of a rollout."""
+    template_kwargs: Mapping[str, Any] = {}
+    """Further arguments of the chat template, the same in every render."""
+
+    async def start(self) -> None:
+        """Called once in each worker before its first rollout."""
+
+    async def close(self) -> None:
+        """Called once in each worker at its end."""
+
+    def make_env(self, prompt: Prompt) -> Env:
+        """The Env of one rollout."""
+        if self.env is None:
+            raise AgentError(f"{type(self).__name__} sets no env and overrides neither make_env nor run; do one of them")
+        return self.env(prompt)

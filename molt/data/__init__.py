@@ -1,0 +1,1 @@
+"""Prompts and conversations: what goes into a run. Imports neither torch nor transformers."""

@@ -1,0 +1,146 @@
+"""The prompt set: every row checked before anything is started, and named by its content."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from molt.config import DataSettings
+from molt.data.messages import Message, normal_messages
+from molt.data.rows import Row, read_rows
+from molt.errors import DataError
+
+SHOWN_PROBLEMS = 5
+MOST_SKIPPED = 0.1
+"""Share of malformed rows above which data.skip_malformed refuses the file all the same."""
+PLACEHOLDER = re.compile(r"\s*(<[^<>]*placeholder[^<>]*>)?\s*", re.IGNORECASE)
+
+__all__ = ["Message", "Prompt", "PromptSet"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task."""
+
+    prompt_id: str
+    """blake2b-128 hex of messages, label and extras."""
+    prompt_index: int
+    """Place in the set, from 0."""
+    messages: tuple[Message, ...]
+    label: Any = None
+    """What the grader needs; null when the set has none."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys of the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The prompts of one file or folder, in its order."""
+
+    prompts: tuple[Prompt, ...]
+    digest: str
+    """blake2b-128 hex over the prompt ids in order."""
+    num_skipped: int = 0
+    """Malformed rows left out by data.skip_malformed."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+    @classmethod
+    def load(cls, path: str | Path, settings: DataSettings, *, setting: str = "data.prompt_dataset") -> PromptSet:
+        """Read and check every row. DataError lists what is wrong with file and line; nothing is skipped unless told."""
+        prompts: list[Prompt] = []
+        problems: list[str] = []
+        without_label: list[str] = []
+        for row in read_rows(path, setting):
+            try:
+                if row.values is None:
+                    raise ValueError(row.problem)
+                prompt, has_label = _prompt(row.values, len(prompts), settings)
+            except ValueError as error:
+                problems.append(f"{row.place}: {error}")
+                continue
+            if not has_label:
+                without_label.append(_no_label(row, settings))
+            prompts.append(prompt)
+        is_label_needed = "label_key" in settings.model_fields_set or len(without_label) < len(prompts)
+        if without_label and is_label_needed:
+            problems += without_label
+        _refuse(path, setting, problems, len(prompts), settings)
+        digest = hashlib.blake2b("\n".join(prompt.prompt_id for prompt in prompts).encode(), digest_size=16)
+        return cls(prompts=tuple(prompts), digest=digest.hexdigest(), num_skipped=len(problems))
+
+
+def _refuse(path: str | Path, setting: str, problems: list[str], num_good: int, settings: DataSettings) -> None:
+    total = len(problems) + num_good
+    if total == 0:
+        raise DataError(f"{setting}={path}, it holds no rows; give a file with at least one prompt")
+    is_tolerated = settings.skip_malformed and len(problems) <= MOST_SKIPPED * total
+    if not problems or is_tolerated:
+        return
+    shown = problems[:SHOWN_PROBLEMS]
+    more = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+    way_out = (
+        f"data.skip_malformed leaves out at most {MOST_SKIPPED:.0%} of the rows"
+        if settings.skip_malformed
+        else "mend them, or set data.skip_malformed=true to count and skip them"
+    )
+    listed = "\n  ".join(shown)
+    raise DataError(f"{setting}={path}, {len(problems)} of {total} rows are malformed; {way_out}:\n  {listed}{more}")
+
+
+def _prompt(values: dict[str, Any], index: int, settings: DataSettings) -> tuple[Prompt, bool]:
+    key = settings.messages_key if _get(values, settings.messages_key)[0] else settings.input_key
+    is_found, value = _get(values, key)
+    if not is_found:
+        raise ValueError(
+            f"neither data.messages_key={settings.messages_key} nor data.input_key={settings.input_key} is there; "
+            f"its keys are {', '.join(sorted(values)) or 'none'}"
+        )
+    messages = normal_messages(value, key)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{key} ends with an assistant message; a prompt ends before the policy speaks")
+    if all(PLACEHOLDER.fullmatch(message["content"]) for message in messages):
+        raise ValueError(f"{key} is empty or a placeholder: {messages[-1]['content'][:40]!r}")
+    if settings.system_prompt is not None and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": settings.system_prompt}, *messages)
+    has_label, label = _get(values, settings.label_key)
+    used = {name for name in (key, settings.label_key) if "." not in name}
+    extras = {name: item for name, item in values.items() if name not in used}
+    content = orjson.dumps([messages, label, extras], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=_plain)
+    prompt_id = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return Prompt(prompt_id=prompt_id, prompt_index=index, messages=messages, label=label, extras=extras), has_label
+
+
+def _no_label(row: Row, settings: DataSettings) -> str:
+    keys = ", ".join(sorted(row.values or {}))
+    return f"{row.place}: data.label_key={settings.label_key} is not there; its keys are {keys}"
+
+
+def _get(values: Mapping[str, Any], key: str) -> tuple[bool, Any]:
+    """Value under a key, or under a dotted path of keys; null counts as absent."""
+    if values.get(key) is not None:
+        return True, values[key]
+    found: Any = values
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or found.get(part) is None:
+            return False, None
+        found = found[part]
+    return True, found
+
+
+def _plain(value: Any) -> Any:
+    """JSON form of what Parquet cells may hold and JSON does not."""
+    return value.hex() if isinstance(value, bytes) else str(value)
