@@ -1,22 +1,22 @@
 """Every error that Molt raises on purpose, as one tree.
 
-    MoltError                     (pickles; carries the message only)
-     |- SettingError              a setting, flag, prompt file or agent file is wrong: the user mends it and runs again (exit 2)
-     |- DataError                 a row, line or file does not hold what it must
-     |   `- CorruptLogError       a committed row or file of the log fails its digest or cannot be read
-     |- LogError                  the log cannot take or give rows
-     |   |- LeaseHeldError        another writer holds the run
-     |   |- FencedError           this writer was replaced; it must stop
-     |   |- ConflictingAppendError  another payload under a known (producer, seq)
-     |   `- LogFullError          no space, quota or permission to write
-     |- LineageError              a token without lineage would reach the gradient
-     |- EngineError               an engine failed, or disagrees about weights
-     |   `- RefitError            new weights did not arrive as sent; the old version keeps serving
-     |- AgentError                user code of an agent failed
-     |   `- AgentTimeoutError     user code of an agent overran its time
-     |- NonFiniteError            a loss, gradient or log-prob is not finite; the step is refused
-     |- ReplayMismatchError       replay differs from the record; names step, segment and token
-     `- StalledError              a wait reached its limit; names what was waited for
+MoltError                     (pickles; carries the message only)
+ |- SettingError              a setting, flag, prompt file or agent file is wrong: the user mends it and runs again (exit 2)
+ |- DataError                 a row, line or file does not hold what it must
+ |   `- CorruptLogError       a committed row or file of the log fails its digest or cannot be read
+ |- LogError                  the log cannot take or give rows
+ |   |- LeaseHeldError        another writer holds the run
+ |   |- FencedError           this writer was replaced; it must stop
+ |   |- ConflictingAppendError  another payload under a known (producer, seq)
+ |   `- LogFullError          no space, quota or permission to write
+ |- LineageError              a token without lineage would reach the gradient
+ |- EngineError               an engine failed, or disagrees about weights
+ |   `- RefitError            new weights did not arrive as sent; the old version keeps serving
+ |- AgentError                user code of an agent failed
+ |   `- AgentTimeoutError     user code of an agent overran its time
+ |- NonFiniteError            a loss, gradient or log-prob is not finite; the step is refused
+ |- ReplayMismatchError       replay differs from the record; names step, segment and token
+ `- StalledError              a wait reached its limit; names what was waited for
 """
 
 

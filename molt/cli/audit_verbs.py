@@ -1,0 +1,68 @@
+"""The verbs audit and sql: questions over one consistent cut of a run's log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from molt.cli.report import emit_json, emit_table
+from molt.runs import open_run
+
+Switch = Annotated[bool, Parameter(negative="")]
+
+
+def mount(app: App) -> None:
+    """Add the verbs."""
+    app.command(audit)
+    app.command(sql)
+
+
+def audit(run: Path, *, at: str | None = None, json: Switch = False) -> int:
+    """Ask every question in queries/ that is empty when all is well, and print the token ledger. Leaves with 1 when one is not empty.
+
+    Parameters
+    ----------
+    run
+        Folder or name of the run.
+    at
+        Read the log as it was at a pin or an lsn; as it is when absent.
+    json
+        Print JSON.
+    """
+    from molt.audit.report import audit_run, print_report
+
+    report = audit_run(open_run(run), at=at)
+    if json:
+        emit_json(report.as_dict())
+    else:
+        print_report(report)
+    return 0 if report.is_well else 1
+
+
+def sql(run: Path, question: str, *, at: str | None = None, limit: int = 1000, json: Switch = False) -> None:
+    """Ask a question in SQL over the views of a run; `describe` and `show tables` list them. Nothing outside the log can be reached.
+
+    Parameters
+    ----------
+    run
+        Folder or name of the run.
+    question
+        SQL text, or the name of a file in queries/.
+    at
+        Read the log as it was at a pin or an lsn; as it is when absent.
+    limit
+        Most rows printed.
+    json
+        Print JSON.
+    """
+    from molt.audit.ask import ask
+
+    answer = ask(open_run(run), question, at=at, limit=limit)
+    if json:
+        emit_json({"columns": answer.columns, "rows": [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]})
+    else:
+        emit_table(answer.columns, answer.rows)
+        if answer.is_cut:
+            print(f"(first {limit} rows; --limit for more)")

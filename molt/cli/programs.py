@@ -1,0 +1,49 @@
+"""Pipelines found by name and loaded from their file, as the programs that verbs run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from molt.errors import SettingError
+from molt.places import folder
+
+
+def program_path(name: str) -> Path:
+    """File of a pipeline: a name in pipelines/ or the path of a copy."""
+    path = Path(name) if name.endswith(".py") else folder("pipelines") / f"{name}.py"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in folder("pipelines").glob("*.py")))
+        raise SettingError(f"pipeline={name}, no such file; take one of {known} or give the path of your copy")
+    return path
+
+
+def load_program(name: str) -> ModuleType:
+    """The module of a pipeline, loaded once from its file."""
+    path = program_path(name)
+    module_name = f"molt_pipeline_{path.stem}"
+    loaded = sys.modules.get(module_name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def run_program(name: str, *arguments: Any, **named: Any) -> Any:
+    """Call main of a pipeline, awaiting it when it is asynchronous; returns what it returns."""
+    main = load_program(name).main
+    result = main(*arguments, **named)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result

@@ -1,0 +1,144 @@
+"""The verbs train, replay and settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from molt import environ
+from molt.cli.programs import program_path, run_program
+from molt.cli.report import emit_json, emit_table, note
+from molt.config import Config
+from molt.errors import SettingError
+from molt.machine import check_machine, machine_findings
+from molt.runs import RunDir, open_run
+from molt.settings import check, config_digest, dump_toml, flatten, resolve
+from molt.settings_docs import describe
+from molt.settings_rules import check_inputs
+
+Settings = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+Files = Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative="")]
+Switch = Annotated[bool, Parameter(negative="")]
+
+
+def mount(app: App) -> None:
+    """Add the verbs."""
+    app.command(train)
+    app.command(replay)
+    app.command(settings)
+
+
+def train(
+    *flags: Settings,
+    config: Files = (),
+    resume: Path | None = None,
+    pipeline: str = "rl",
+    dry_run: Switch = False,
+    json: Switch = False,
+) -> int | None:
+    """Train a policy: agents roll out into the log, the trainer learns from the log, weights flow back.
+
+    Settings are given as flags, --room.name VALUE; `molt settings` lists them.
+
+    Parameters
+    ----------
+    config
+        TOML files with settings, laid over each other from left to right; flags are laid over them.
+    resume
+        Go on with a run: the newest checkpoint and the log.
+    pipeline
+        Program in pipelines/, or the path of your copy of one.
+    dry_run
+        Check everything that needs no GPU and print the resolved settings; write nothing.
+    json
+        Print JSON.
+    """
+    run, resolved = _resolved(config, flags, resume)
+    check(resolved)
+    program_path(pipeline)
+    check_inputs(resolved)
+    if dry_run:
+        _print_dry_run(resolved, as_json=json)
+        return None
+    check_machine(resolved)
+    environ.prepare()
+    result = run_program(pipeline, resolved, resume=run)
+    return result if isinstance(result, int) else None
+
+
+def replay(
+    run: Path,
+    *,
+    steps: int | None = None,
+    json: Switch = False,
+) -> int | None:
+    """Feed the recorded plans and rows through the same trainer code; stop at the first difference and name it.
+
+    Parameters
+    ----------
+    run
+        Folder or name of the run.
+    steps
+        Steps to replay; all when absent.
+    json
+        Print JSON.
+    """
+    environ.prepare()
+    report = run_program("replay", open_run(run), steps=steps)
+    if json:
+        emit_json(report if isinstance(report, dict) else {"result": report})
+    elif isinstance(report, dict):
+        emit_table(("replay", "value"), report.items())
+    return report if isinstance(report, int) else None
+
+
+def settings(*, changed_by: Files = (), json: Switch = False) -> None:
+    """List every setting: name, type, default and meaning.
+
+    Parameters
+    ----------
+    changed_by
+        TOML files whose values are shown in place of the defaults.
+    json
+        Print JSON.
+    """
+    values = flatten(resolve(changed_by))
+    rows = [(entry.key, entry.kind, values[entry.key], entry.meaning) for entry in describe()]
+    if json:
+        emit_json([{"key": key, "type": kind, "value": value, "meaning": meaning} for key, kind, value, meaning in rows])
+    else:
+        emit_table(("setting", "type", "value", "meaning"), rows)
+
+
+def _resolved(files: tuple[Path, ...], flags: tuple[str, ...], resume: Path | None) -> tuple[RunDir | None, Config]:
+    """The run to go on with, if any, and the settings in force."""
+    if resume is None:
+        return None, resolve(files, flags)
+    if files:
+        raise SettingError(f"config={files[0]} with resume={resume}, a run goes on with its own settings; give what changes as flags")
+    run = open_run(resume)
+    return run, run.config(flags)
+
+
+def _print_dry_run(config: Config, *, as_json: bool) -> None:
+    """The resolved settings, their digest, and what this machine lacks for them."""
+    from molt.data.prompts import PromptSet
+
+    prompts: dict[str, Any] = {}
+    for name in ("prompt_dataset", "eval_dataset"):
+        path = getattr(config.data, name)
+        if path is not None:
+            loaded = PromptSet.load(path, config.data)
+            prompts[name] = {"path": path, "num_prompts": len(loaded), "digest": loaded.digest}
+    lacking = list(machine_findings(config))
+    if as_json:
+        emit_json({"config": config.model_dump(mode="json"), "config_digest": config_digest(config), "data": prompts, "lacking": lacking})
+        return
+    print(dump_toml(config))
+    for name, facts in prompts.items():
+        note(f"data.{name}={facts['path']}: {facts['num_prompts']} prompts")
+    for line in lacking:
+        note(f"this machine lacks: {line}")
+    note(f"settings are in order, config_digest={config_digest(config)}; nothing was written")

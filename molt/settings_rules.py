@@ -1,0 +1,199 @@
+"""Rules between settings: what contradicts itself, and what does nothing under the given settings, is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from molt.config import Config, Room
+from molt.errors import SettingError
+
+GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
+"""Estimators that compare the rollouts of one group; with one rollout in it every advantage is 0."""
+
+
+def check(config: Config) -> None:
+    """Refuse settings that contradict each other. Every finding is a line of one SettingError."""
+    findings = [*_batches(config), *_staleness(config), *_correction(config), *_idle(config), *_mesh(config)]
+    if findings:
+        raise SettingError("\n".join(findings))
+
+
+def check_inputs(config: Config) -> None:
+    """Refuse a training run whose model, prompts or agent are absent, before anything is written."""
+    findings = [*_model_folder(config), *_files(config)]
+    if findings:
+        raise SettingError("\n".join(findings))
+
+
+def _batches(config: Config) -> Iterator[str]:
+    train, rollout, data = config.train, config.rollout, config.data
+    members = rollout.n_samples_per_prompt
+    if train.batch_size % members:
+        yield (
+            f"train.batch_size={train.batch_size} needs to be a multiple of rollout.n_samples_per_prompt={members}, "
+            f"since a group trains whole; set it to {max(1, train.batch_size // members) * members}"
+        )
+    elif rollout.batch_size * members % train.batch_size:
+        yield (
+            f"rollout.batch_size={rollout.batch_size} groups of {members} are {rollout.batch_size * members} rollouts, no multiple of "
+            f"train.batch_size={train.batch_size}; set rollout.batch_size={config.groups_per_step}"
+        )
+    if train.micro_batch_tokens < data.max_len:
+        yield (
+            f"train.micro_batch_tokens={train.micro_batch_tokens} needs at least data.max_len={data.max_len}, "
+            f"since a segment is never split; set it to {data.max_len} or lower data.max_len"
+        )
+    if rollout.max_new_tokens >= data.max_len:
+        yield (
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in data.max_len={data.max_len}; "
+            f"lower it or raise data.max_len"
+        )
+    if members == 1 and config.algo.advantage.estimator in GROUP_ESTIMATORS:
+        yield (
+            f"algo.advantage.estimator={config.algo.advantage.estimator} compares the rollouts of a group, got "
+            f"rollout.n_samples_per_prompt=1; raise it or take reinforce"
+        )
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    queue, lag = config.train.async_queue_size, config.admission.max_lag
+    if lag is not None and lag < queue:
+        yield (
+            f"admission.max_lag={lag} needs train.async_queue_size={lag} or less, got {queue}; groups generated further ahead "
+            f"would only be dropped; set train.async_queue_size={lag} or raise admission.max_lag"
+        )
+    if config.train.partial_rollout_enable:
+        if queue == 0:
+            yield "train.partial_rollout_enable=true does nothing with train.async_queue_size=0, nothing is in flight at a refit; drop it"
+        if config.algo.advantage.is_correction_level == "off":
+            yield (
+                "train.partial_rollout_enable=true mixes policy versions inside a rollout, got algo.advantage.is_correction_level=off; "
+                "set it to token, seq or geo"
+            )
+
+
+def _correction(config: Config) -> Iterator[str]:
+    advantage = config.algo.advantage
+    low, high = advantage.is_correction_threshold
+    if low is not None and high is not None and low >= high:
+        yield f"algo.advantage.is_correction_threshold={low} {high} is no band; give the lower end first"
+    if config.algo.reward.clip is not None and config.algo.reward.clip[0] >= config.algo.reward.clip[1]:
+        yield f"algo.reward.clip={config.algo.reward.clip} is no range; give the lower end first"
+    filter_range = config.algo.reward.filter_range
+    if filter_range is not None and filter_range[0] >= filter_range[1]:
+        yield f"algo.reward.filter_range={filter_range} is no range; give the lower end first"
+    if config.actor.min_learning_rate > config.actor.learning_rate:
+        yield (
+            f"actor.min_learning_rate={config.actor.min_learning_rate} is above actor.learning_rate={config.actor.learning_rate}; lower it"
+        )
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Settings that were given and do nothing."""
+    algo, advantage = config.algo, config.algo.advantage
+    off = advantage.is_correction_level == "off"
+    for name in ("is_correction_mode", "is_correction_threshold", "gate", "decoupled"):
+        if off and _given(advantage, name):
+            yield _nothing(f"algo.advantage.{name}", getattr(advantage, name), "algo.advantage.is_correction_level=off")
+    if advantage.estimator != "gae":
+        for name in sorted(config.critic.model_fields_set):
+            if _given(config.critic, name):
+                yield _nothing(f"critic.{name}", getattr(config.critic, name), f"algo.advantage.estimator={advantage.estimator}")
+        if _given(advantage, "lambd"):
+            yield _nothing("algo.advantage.lambd", advantage.lambd, f"algo.advantage.estimator={advantage.estimator}")
+    needs_reference = algo.kl.coef > 0 or advantage.estimator == "on_policy_distill"
+    for name in ("model_name_or_path", "offload"):
+        if not needs_reference and _given(config.reference, name):
+            yield _nothing(f"reference.{name}", getattr(config.reference, name), "algo.kl.coef=0")
+    for name in ("estimator", "use", "target", "horizon"):
+        if algo.kl.coef == 0 and _given(algo.kl, name):
+            yield _nothing(f"algo.kl.{name}", getattr(algo.kl, name), "algo.kl.coef=0")
+    if algo.kl.coef > 0 and algo.kl.target is None and _given(algo.kl, "horizon"):
+        yield _nothing("algo.kl.horizon", algo.kl.horizon, "no algo.kl.target")
+    if algo.reward.overlong_buffer == 0 and _given(algo.reward, "overlong_penalty"):
+        yield _nothing("algo.reward.overlong_penalty", algo.reward.overlong_penalty, "algo.reward.overlong_buffer=0")
+    if config.actor.schedule == "constant" and _given(config.actor, "min_learning_rate"):
+        yield _nothing("actor.min_learning_rate", config.actor.min_learning_rate, "actor.schedule=constant")
+    yield from _idle_evaluation(config)
+    yield from _idle_engine(config)
+
+
+def _idle_evaluation(config: Config) -> Iterator[str]:
+    if config.eval.interval > 0 and config.data.eval_dataset is None:
+        yield f"eval.interval={config.eval.interval} needs data.eval_dataset, got none; give it or set eval.interval=0"
+    if config.eval.interval == 0:
+        for name in ("n_samples_per_prompt", "temperature", "max_prompts"):
+            if _given(config.eval, name):
+                yield _nothing(f"eval.{name}", getattr(config.eval, name), "eval.interval=0")
+
+
+def _idle_engine(config: Config) -> Iterator[str]:
+    vllm = config.vllm
+    if vllm.engine == "embedded":
+        only_vllm = ("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
+        for name in (*only_vllm, "enable_chunked_prefill", "kv_cache_space_gib", "num_speculative_tokens", "sleep_level"):
+            if _given(vllm, name):
+                yield _nothing(f"vllm.{name}", getattr(vllm, name), "vllm.engine=embedded")
+    if not config.train.partial_rollout_enable and _given(vllm, "kv_on_refit"):
+        yield _nothing("vllm.kv_on_refit", vllm.kv_on_refit, "train.partial_rollout_enable=false")
+
+
+def _mesh(config: Config) -> Iterator[str]:
+    fsdp = config.fsdp
+    if fsdp.num_ranks % (fsdp.tp_size * fsdp.cp_size):
+        yield (
+            f"fsdp.num_ranks={fsdp.num_ranks} needs to be a multiple of fsdp.tp_size={fsdp.tp_size} x fsdp.cp_size={fsdp.cp_size}; "
+            f"set it to {fsdp.tp_size * fsdp.cp_size}"
+        )
+    if fsdp.num_ranks % fsdp.ep_size:
+        yield f"fsdp.ep_size={fsdp.ep_size} needs to divide fsdp.num_ranks={fsdp.num_ranks}; set fsdp.num_ranks={fsdp.ep_size}"
+    for name in ("tp_size", "ep_size", "cp_size"):
+        if getattr(fsdp, name) > 1 and config.actor.implementation == "hf":
+            yield (
+                f"fsdp.{name}={getattr(fsdp, name)} needs actor.implementation=automodel, got hf; "
+                f"set actor.implementation=automodel or fsdp.{name}=1"
+            )
+    if fsdp.attn_implementation == "te" and config.actor.implementation == "hf":
+        yield (
+            "fsdp.attn_implementation=te needs actor.implementation=automodel, got hf; "
+            "set actor.implementation=automodel or fsdp.attn_implementation=sdpa"
+        )
+
+
+def _model_folder(config: Config) -> Iterator[str]:
+    path = config.actor.model_name_or_path
+    if path is None:
+        yield "actor.model_name_or_path is not given; give --actor.model_name_or_path FOLDER"
+        return
+    folder = Path(path)
+    if not folder.is_dir():
+        yield f"actor.model_name_or_path={path}, no such folder; give a folder with a Hugging Face model"
+    elif not (folder / "config.json").is_file():
+        yield f"actor.model_name_or_path={path}, it holds no config.json; give a folder with a Hugging Face model"
+    elif not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")):
+        yield f"actor.model_name_or_path={path}, it holds no tokenizer; save the tokenizer of the model into that folder"
+
+
+def _files(config: Config) -> Iterator[str]:
+    agent = config.train.agent_path
+    if agent is None:
+        yield "train.agent_path is not given; give --train.agent_path FILE.py that exports AgentRunner"
+    elif not Path(agent).is_file():
+        yield f"train.agent_path={agent}, no such file; give a Python file that exports AgentRunner"
+    for name, is_needed in (("prompt_dataset", True), ("eval_dataset", False)):
+        path = getattr(config.data, name)
+        if path is None and is_needed:
+            yield f"data.{name} is not given; give --data.{name} FILE (JSONL, Parquet or a Hugging Face data set folder)"
+        elif path is not None and not Path(path).exists():
+            yield f"data.{name}={path}, no such file or folder; give JSONL, Parquet or a Hugging Face data set folder"
+
+
+def _given(room: Room, name: str) -> bool:
+    """True when the setting was given and is not what it would be anyway."""
+    return name in room.model_fields_set and getattr(room, name) != type(room).model_fields[name].default
+
+
+def _nothing(key: str, value: Any, because: str) -> str:
+    return f"{key}={value} does nothing with {because}; drop it"

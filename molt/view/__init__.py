@@ -1,0 +1,1 @@
+"""What people see of a run: the live panel, the heartbeat, harmless text."""
