@@ -172,6 +172,8 @@ class AdvantageSettings(Room):
     """What the band bounds: importance ratio, binary KL, or total variation."""
     decoupled: bool = False
     """Correct staleness and kernel mismatch apart, by the version stored per token."""
+    is_mismatch_threshold: tuple[float | None, float | None] = (None, None)
+    """Band of kernel mismatch under decoupled; by level and mode when absent."""
 
 
 class KlSettings(Room):

@@ -1,0 +1,1 @@
+"""The algorithms as pure functions: trainer, replay, ablation and audit call the same ones."""
