@@ -1,56 +1,32 @@
-"""Advantage estimators by name: each declares what it pays, what it reads, and returns one number per sampled token.
+"""Advantages of one whole batch by the name of an estimator, checked, whitened where asked, and measured.
 
-A user adds one from an agent or pipeline file; no file of this package changes:
-
-    @estimator("best_of", unit="rollout")
-    def best_of(inputs: EstimatorInputs) -> Tensor:
-        return inputs.spread((inputs.reward_U == inputs.reward_U.max()).double())
-
-Estimators see the whole batch, never a micro-batch or a rank's share, so their result cannot depend on the cut.
-They compute in float64 and are rounded to float32 once, at the end. Rules that hold for all of them:
+Rules that hold for every estimator:
+    results are computed in float64 over the whole batch and rounded to float32 once, so no cut of a batch changes them
     a rollout without reward (NaN) enters no statistic and gets exactly 0, unless the estimator reads no reward
     a group of one scored rollout, and a group of equal rewards, get exactly 0 from every group baseline
-    an infinite reward is refused: NonFiniteError
+    a token that may not train gets exactly 0 and is transparent in time; a batch without trainable tokens gets all 0
+    an infinite reward, and any advantage that is not finite, is refused: NonFiniteError
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from molt.algo.batch import RaggedBatch, total
+from molt.algo.estimators import Estimator, Need, estimator, estimator_names, get_estimator
 from molt.algo.inputs import EstimatorInputs
+from molt.algo.rules import check_estimator
 from molt.errors import NonFiniteError, SettingError
 
 if TYPE_CHECKING:
     from molt.config import AlgoSettings
 
-Unit = Literal["rollout", "segment"]
-Need = Literal["logprobs", "values", "teacher_logprobs"]
-EstimatorFunction = Callable[[EstimatorInputs], "Tensor | tuple[Tensor, Tensor]"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimator:
-    """What is known of one estimator."""
-
-    name: str
-    unit: Unit
-    """What is paid and counted once: a rollout however many segments it has, or each segment by itself."""
-    needs: frozenset[Need]
-    """Token columns that must be there, each from a forward pass before the update."""
-    uses_reward: bool
-    """Whether rollouts without reward are left out."""
-    whiten: bool
-    """Whitening when algo.advantage.whiten is absent."""
-    uses: frozenset[str]
-    """Names of algo.advantage settings, besides whiten, that change its result; others must stay at their default."""
-    function: EstimatorFunction
+__all__ = ["Advantages", "Estimator", "compute_advantages", "estimator", "estimator_names", "get_estimator", "whiten"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,52 +38,6 @@ class Advantages:
     returns_T: Tensor | None
     """float32: targets of the critic; None without one."""
     metrics: dict[str, float]
-
-
-_ESTIMATORS: dict[str, Estimator] = {}
-
-
-def estimator(
-    name: str,
-    *,
-    unit: Unit = "rollout",
-    needs: frozenset[Need] | set[Need] = frozenset(),
-    uses_reward: bool = True,
-    whiten: bool = False,
-    uses: frozenset[str] | set[str] = frozenset(),
-) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Register a function under a name. SettingError when another function holds it already."""
-
-    def register(function: EstimatorFunction) -> EstimatorFunction:
-        held = _ESTIMATORS.get(name)
-        if held is not None and _origin(held.function) != _origin(function):
-            raise SettingError(f"algo.advantage.estimator={name} is registered already by {_origin(held.function)}; choose another name")
-        _ESTIMATORS[name] = Estimator(
-            name=name, unit=unit, needs=frozenset(needs), uses_reward=uses_reward, whiten=whiten, uses=frozenset(uses), function=function
-        )
-        return function
-
-    return register
-
-
-def _origin(function: EstimatorFunction) -> str:
-    # A file loaded twice (driver, then worker) registers the same estimator again; that is no conflict.
-    return f"{function.__code__.co_filename}:{function.__qualname__}"
-
-
-def estimator_names() -> list[str]:
-    """Names of all registered estimators, sorted."""
-    return sorted(_ESTIMATORS)
-
-
-def get_estimator(name: str) -> Estimator:
-    """The estimator of a name, or SettingError that lists the names."""
-    if name not in _ESTIMATORS:
-        raise SettingError(
-            f"algo.advantage.estimator={name} is unknown; known are {', '.join(estimator_names())}; "
-            "register another with @molt.algo.advantage.estimator in the agent file"
-        )
-    return _ESTIMATORS[name]
 
 
 def compute_advantages(
@@ -126,6 +56,7 @@ def compute_advantages(
     under algo.kl.use=reward; logprobs_T are the trainer's at step start. All float32, nats.
     """
     chosen = get_estimator(name)
+    check_estimator(settings, name=name, uses=chosen.uses, needs=chosen.needs)
     columns: dict[Need, Tensor | None] = {"logprobs": logprobs_T, "values": values_T, "teacher_logprobs": teacher_logprobs_T}
     for need in sorted(chosen.needs):
         if columns[need] is None:
@@ -196,34 +127,3 @@ def _metrics(batch: RaggedBatch, inputs: EstimatorInputs, advantages_T: Tensor) 
         "advantage_abs_max": float(counted.abs().max()) if len(counted) else 0.0,
         "n_zero_advantage": float((counted == 0).sum()),
     }
-
-
-@estimator("reinforce", whiten=True, uses={"gamma"})
-def reinforce(inputs: EstimatorInputs) -> Tensor:
-    """REINFORCE++: discounted return, divergence as reward, whitened over the batch (arXiv 2501.03262)."""
-    return inputs.returns(inputs.reward_U)
-
-
-@estimator("reinforce_baseline", whiten=True, uses={"gamma"})
-def reinforce_baseline(inputs: EstimatorInputs) -> Tensor:
-    """REINFORCE++ with the group mean as baseline, then whitened over the batch (arXiv 2501.03262)."""
-    return inputs.returns(inputs.centred_by_group())
-
-
-@estimator("rloo")
-def rloo(inputs: EstimatorInputs) -> Tensor:
-    """Reward minus the mean of the other scored members: n/(n-1) times the centred reward (arXiv 2402.14740)."""
-    n_U = inputs.scored_in_group_U.double()
-    return inputs.returns(inputs.centred_by_group() * n_U / (n_U - 1).clamp(min=1))
-
-
-@estimator("grpo")
-def grpo(inputs: EstimatorInputs) -> Tensor:
-    """Centred reward over the sample deviation of the group plus 1e-6 (arXiv 2402.03300)."""
-    return inputs.returns(inputs.centred_by_group() / (inputs.std_of_group_U() + 1e-6))
-
-
-@estimator("dr_grpo")
-def dr_grpo(inputs: EstimatorInputs) -> Tensor:
-    """Centred reward, undivided (arXiv 2503.20783)."""
-    return inputs.returns(inputs.centred_by_group())

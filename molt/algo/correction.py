@@ -147,7 +147,10 @@ def _refuse_mixed(axes: _Segments, version_T: Tensor | None) -> None:
 def _decide(
     axes: _Segments, settings: AlgoSettings, target_T: Tensor, source_T: Tensor, part_T: Tensor, bounds: Band
 ) -> tuple[Tensor, Tensor]:
-    """Weight (float64, 1 outside part_T) and kept flag of each token for one pair of policies, over the tokens of part_T."""
+    """Weight (float64) and kept flag of each token for one pair of policies that differ on the tokens of part_T.
+
+    Elsewhere the log-ratio is 0, and every band holds the ratio 1. At level seq or geo the whole segment shares the outcome.
+    """
     level, mode, gate = settings.advantage.is_correction_level, settings.advantage.is_correction_mode, settings.advantage.gate
     low, high = bounds
     own_T = torch.where(part_T, target_T.double() - source_T.double(), 0.0)
@@ -158,8 +161,7 @@ def _decide(
     else:
         divergence_T = torch.where(part_T, binary_divergence(gate, target_T, source_T), 0.0)
         compared_T = _at_level(axes, divergence_T, part_T, level)
-    kept_T = torch.ones_like(part_T)
-    weighed_T = compared_T
+    kept_T, weighed_T = torch.ones_like(part_T), compared_T
     if mode == "mask":
         if low is not None:
             kept_T = compared_T >= low
@@ -169,8 +171,7 @@ def _decide(
             weighed_T = own_T
     else:
         weighed_T = weighed_T.clamp(min=low if mode == "clip" else None, max=high)
-    weight_T = weighed_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return torch.where(part_T, weight_T, 1.0), kept_T | ~part_T
+    return weighed_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), kept_T
 
 
 def _at_level(axes: _Segments, values_T: Tensor, part_T: Tensor, level: str) -> Tensor:
@@ -197,7 +198,8 @@ def _decoupled(
 ) -> tuple[Tensor, Tensor]:
     """Mismatch (engine to trainer at one version) and staleness (that version to the trainer now), each against its own band.
 
-    A token of the current version is all mismatch. A stale token is all staleness, unless same_version_T splits it.
+    A token of the current version is all mismatch. A stale token is all staleness, unless same_version_T splits it. The weights
+    multiply, and a token is kept when both bands keep it.
     """
     if version_T is None or trainer_version is None:
         raise LineageError("algo.advantage.decoupled=true needs the policy version of every token and of the trainer; got none")

@@ -108,10 +108,10 @@ class EstimatorInputs:
         return values_U[self.unit_T]
 
     def returns(self, final_U: Tensor) -> Tensor:
-        """Discounted return at each sampled token when final_U arrives at the unit's last one. # (T,)
+        """Discounted return at each trainable token when final_U arrives at the unit's last one. # (T,)
 
-        Sampled tokens alone count as time: prompts and observations between them are transparent. Tokens of a rollout
-        form one sequence over its segments, in batch order. The divergence, where it is a reward, is added per token.
+        Trainable tokens alone count as time: prompts, observations and masked tokens between them are transparent. Tokens of a
+        rollout form one sequence over its segments, in batch order. The divergence, where it is a reward, is added per token.
         """
         gamma = self.settings.advantage.gamma
         returns_T = self.spread(final_U)
@@ -121,37 +121,49 @@ class EstimatorInputs:
             returns_T = returns_T + self.suffix_sum(self.penalty_T, gamma)
         return returns_T
 
-    def steps_to_end_T(self) -> Tensor:
-        """int64: sampled tokens of the same unit after each token."""
-        order_T = self.order_T()
-        sorted_T = self.unit_T if order_T is None else self.unit_T[order_T]
-        length_U = torch.bincount(self.unit_T, minlength=len(self.reward_U))
-        steps_T = (length_U.cumsum(0) - 1)[sorted_T] - torch.arange(len(sorted_T))
-        return steps_T if order_T is None else torch.empty_like(steps_T).scatter_(0, order_T, steps_T)
+    def final_rewards_T(self) -> Tensor:
+        """float64: the reward at the last trainable token of each unit, and the divergence where it is a reward. # (T,)"""
+        rewards_T = torch.where(self.is_counted_T & (self.steps_to_end_T() == 0), self.spread(self.reward_U), 0.0)
+        return rewards_T if self.penalty_T is None else rewards_T + self.penalty_T
 
-    def order_T(self) -> Tensor | None:
-        """Permutation that makes each unit contiguous, or None when it is already."""
-        if len(self.unit_T) < 2 or bool((self.unit_T[1:] >= self.unit_T[:-1]).all()):
-            return None
-        return torch.argsort(self.unit_T, stable=True)
+    def next_T(self, values_T: Tensor) -> Tensor:
+        """The value at the next trainable token of the same unit, 0 after the last. # (T,)"""
+        place_K = self.timeline_K()
+        unit_K, values_K = self.unit_T[place_K], values_T[place_K]
+        next_K = torch.zeros_like(values_K)
+        next_K[:-1] = torch.where(unit_K[1:] == unit_K[:-1], values_K[1:], 0.0)
+        return torch.zeros_like(values_T).scatter_(0, place_K, next_K)
+
+    def steps_to_end_T(self) -> Tensor:
+        """int64: trainable tokens of the same unit after each trainable token; 0 elsewhere. # (T,)"""
+        place_K = self.timeline_K()
+        unit_K = self.unit_T[place_K]
+        last_U = torch.bincount(unit_K, minlength=len(self.reward_U)).cumsum(0) - 1
+        return torch.zeros_like(self.unit_T).scatter_(0, place_K, last_U[unit_K] - torch.arange(len(unit_K)))
+
+    def timeline_K(self) -> Tensor:
+        """int64: places on T of the counted tokens, unit after unit, each in its order of time. # (K,)"""
+        place_K = self.is_counted_T.nonzero().squeeze(1)
+        unit_K = self.unit_T[place_K]
+        if len(unit_K) < 2 or bool((unit_K[1:] >= unit_K[:-1]).all()):
+            return place_K
+        return place_K[torch.argsort(unit_K, stable=True)]
 
     def suffix_sum(self, values_T: Tensor, decay: float) -> Tensor:
-        """y[t] = x[t] + decay * y[t+1] inside each unit. # (T,)
+        """y[t] = x[t] + decay * y[next trainable token] inside each unit; 0 elsewhere. # (T,)
 
         By doubling: pass k adds decay^(2^k) times the value 2^k later, so passes grow with the log of the longest unit
         and the result of one unit does not depend on the others.
         """
-        order_T = self.order_T()
-        sorted_T = self.unit_T if order_T is None else self.unit_T[order_T]
-        sums_T = (values_T if order_T is None else values_T[order_T]).double().clone()
-        longest = int(torch.bincount(self.unit_T, minlength=1).max()) if len(sorted_T) else 0
+        place_K = self.timeline_K()
+        unit_K, sums_K = self.unit_T[place_K], values_T[place_K].double()
+        longest = int(torch.bincount(unit_K, minlength=1).max())
         shift, factor = 1, decay
         while shift < longest and factor != 0:
-            is_same = sorted_T[shift:] == sorted_T[:-shift]
-            later = torch.where(is_same, sums_T[shift:] * factor, 0.0)
-            sums_T = torch.cat([sums_T[:-shift] + later, sums_T[-shift:]])
+            later_K = torch.where(unit_K[shift:] == unit_K[:-shift], sums_K[shift:] * factor, 0.0)
+            sums_K = torch.cat([sums_K[:-shift] + later_K, sums_K[-shift:]])
             shift, factor = shift * 2, factor * factor
-        return sums_T if order_T is None else torch.empty_like(sums_T).scatter_(0, order_T, sums_T)
+        return torch.zeros(len(values_T), dtype=torch.float64).scatter_(0, place_K, sums_K)
 
 
 def _double(values_T: Tensor | None) -> Tensor | None:

@@ -7,7 +7,7 @@ micro-batches and ranks simply add: no mean of means, and a rejected token lower
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +28,8 @@ class LossOutput:
     loss: Tensor
     """float32 scalar with gradient; 0 with a zero gradient when no token is live."""
     metrics: dict[str, Tensor]
-    """float64 scalars without gradient, all sums over live tokens: n_live, n_clipped, n_bounded, ratio, kl (k3 to the step start)."""
+    """float64 scalars without gradient, all sums over live tokens: n_live, n_clipped, n_bounded (log-ratio beyond +-20),
+    n_non_finite, ratio, kl (k3 to the step start)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ def policy_loss(
     value = torch.where(live_T, factor_T * token_T, 0.0).sum()
     ratio_T = tokens.log_ratio_T.detach().double()
     sums = {
+        "n_non_finite": live_T & ~torch.isfinite(token_T.detach()),
         "n_live": live_T,
         "n_clipped": live_T & clipped_T,
         "n_bounded": live_T & (raw_T.detach().abs() > MAX_LOG_RATIO),
@@ -148,3 +150,29 @@ def _ppo(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
         loss_T = torch.where(is_high_T, ceiling_T, loss_T)
         clipped_T = clipped_T | is_high_T
     return loss_T, clipped_T
+
+
+@loss("cispo")
+def _cispo(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """-sg(clip(r, 1 - low, 1 + high)) A log p: the weight is clipped, no token loses its gradient (arXiv 2506.13585)."""
+    ratio_T = tokens.log_ratio_T.detach().exp()
+    bounded_T = ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return -bounded_T * tokens.advantages_T * tokens.logprobs_T, bounded_T != ratio_T
+
+
+@loss("gspo")
+def _gspo(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """ppo on the geometric mean of a segment's ratios, token form (arXiv 2507.18071, GSPO-token).
+
+    Value: s = exp(mean log-ratio over the segment's trainable tokens); gradient: s * grad log p of the token itself, so that a
+    rejected token has none. The published clip is 3e-4 below and 4e-4 above.
+    """
+    if tokens.segment_T is None:
+        raise SettingError("algo.loss.name=gspo needs the segment of every token (segment_T)")
+    num_segments = int(tokens.segment_T.max()) + 1 if len(tokens.segment_T) else 0
+    zeros_S = torch.zeros(num_segments, dtype=torch.float64, device=tokens.log_ratio_T.device)
+    total_S = zeros_S.index_add(0, tokens.segment_T, tokens.log_ratio_T.detach().double())
+    count_S = zeros_S.index_add(0, tokens.segment_T, tokens.trainable_T.double())
+    mean_T = (total_S / count_S.clamp(min=1))[tokens.segment_T].to(tokens.log_ratio_T.dtype)
+    score_T = tokens.logprobs_T - tokens.logprobs_T.detach()
+    return _ppo(replace(tokens, log_ratio_T=mean_T + score_T), settings)

@@ -25,8 +25,8 @@ RATIO_BANDS: dict[tuple[str, str], Band] = {
 """Band of the ratio by (level, mode). token: NeMo RL's ProRLv2 guide (icepop and tis, 0.5 to 5); seq: verl's rollout correction
 (2, and its reciprocal); geo: the sequence filter on the geometric mean of the same guide."""
 
-DIVERGENCE_BANDS: dict[str, Band] = {"kl": (None, 0.05), "tv": (None, 0.2)}
-"""Upper end of the binary divergence by gate."""
+DIVERGENCE_BANDS: dict[str, Band] = {"kl": (None, 0.05), "tv": (None, 0.15)}
+"""Upper end of the binary divergence by gate, in the range that DPPO reports (arXiv 2602.04879)."""
 
 
 def band(settings: AdvantageSettings) -> Band:
