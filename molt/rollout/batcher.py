@@ -68,6 +68,7 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._requests: dict[str, Request] = {}
         self._is_paused = False
+        self.num_sampled = 0
 
     @property
     def has_work(self) -> bool:
@@ -207,6 +208,7 @@ class Batcher:
         live = [slot.request for slot in slots if slot.request is not None]
         ids, logprobs = sample_ids(logits, _sampling_rows(live, logits.device))
         for slot, request, token, logprob in zip(slots, live, ids.tolist(), logprobs.tolist(), strict=True):
+            self.num_sampled += 1
             request.ids.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self._version)

@@ -99,6 +99,11 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.join, 30.0)
         self._batch = None
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled since start."""
+        return 0 if self._batch is None else self._batch.num_sampled
+
     async def _call(self, command: Callable[[], T]) -> T:
         """Run a command in the engine thread, between two passes."""
         future: Future[T] = Future()

@@ -1,0 +1,140 @@
+"""The rollout workers of a run: placement, load, and what becomes of a rollout whose worker dies or overruns.
+
+run(task) -> the least loaded worker with a free place -> RolloutDone | RolloutFailed
+no answer within rollout.timeout_s and a margin, or the process is gone -> RolloutFailed(attempt_lost); the worker is replaced
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from molt.config import Config
+from molt.errors import EngineError, LogError, MoltError
+from molt.rollout.engine_actor import EngineHandle
+from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
+
+_MARGIN_S = 60.0
+"""Beyond rollout.timeout_s: for the log's acknowledgement and a worker that is busy."""
+_START_LIMIT_S = 300.0
+_CANCEL_LIMIT_S = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Station:
+    """One worker as the driver sees it."""
+
+    name: str
+    actor: Any
+    num_running: int = 0
+
+
+class Crew:
+    """Workers behind one `run`."""
+
+    def __init__(self, config: Config, *, sink: Any, model_path: str | None = None) -> None:
+        self._config = config
+        self._sink = sink
+        self._model_path = model_path
+        self._stations: list[Station] = []
+        self._engines: dict[str, EngineHandle] = {}
+        self._running: dict[str, Station] = {}
+        self._places = asyncio.Semaphore(config.rollout.num_workers * config.rollout.max_concurrency)
+        self._num_hired = 0
+
+    async def start(self, engines: Mapping[str, EngineHandle]) -> None:
+        """Start all workers; an agent file or template that cannot work is told here."""
+        self._engines = dict(engines)
+        self._stations = [self._hire() for _ in range(self._config.rollout.num_workers)]
+        await asyncio.gather(*(self._ready(station) for station in self._stations))
+
+    def _hire(self) -> Station:
+        import ray
+
+        from molt.rollout.worker import RolloutWorker
+
+        name = f"worker-{self._num_hired}"
+        self._num_hired += 1
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000, "max_restarts": 0}
+        actor = (
+            ray.remote(RolloutWorker)
+            .options(**options)
+            .remote(name, self._config, engines=self._engines, sink=self._sink, model_path=self._model_path)
+        )
+        return Station(name=name, actor=actor)
+
+    async def _ready(self, station: Station) -> None:
+        import ray
+
+        try:
+            await asyncio.wait_for(station.actor.start.remote(), _START_LIMIT_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, MoltError):
+                raise error.cause from error
+            raise
+
+    async def run(self, task: RolloutTask, *, num_tries: int) -> RolloutDone | RolloutFailed:
+        """Run one rollout. LogError when the log does not take its segments: that ends the run."""
+        import ray
+
+        async with self._places:
+            station = min(self._stations, key=lambda item: item.num_running)
+            station.num_running += 1
+            self._running[task.rollout_id] = station
+            limit_s = self._config.rollout.timeout_s + _MARGIN_S
+            try:
+                return await asyncio.wait_for(station.actor.run.remote(task, num_tries), limit_s)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, LogError):
+                    raise error.cause from error
+                return failed_rollout(task, num_tries, FailureReason.ATTEMPT_LOST, f"{type(error.cause).__name__}: {error.cause}")
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                await self._replace(station)
+                said = f"no answer within {limit_s:g} s" if isinstance(error, TimeoutError) else type(error).__name__
+                return failed_rollout(task, num_tries, FailureReason.ATTEMPT_LOST, f"{station.name}: {said}")
+            finally:
+                station.num_running -= 1
+                self._running.pop(task.rollout_id, None)
+
+    async def cancel(self, task: RolloutTask) -> int:
+        """End a rollout whose `run` was cancelled; returns the tokens that it had sampled, 0 when nobody can say."""
+        import ray
+
+        for station in self._stations:
+            try:
+                found = await asyncio.wait_for(station.actor.cancel.remote(task.rollout_id), _CANCEL_LIMIT_S)
+            except (ray.exceptions.RayError, TimeoutError):
+                continue
+            if found is not None:
+                return int(found)
+        return 0
+
+    async def _replace(self, station: Station) -> None:
+        """A new worker in place of one that is gone or hangs; several rollouts may notice, one replaces."""
+        import ray
+
+        if station not in self._stations:
+            return
+        fresh = self._hire()
+        fresh.num_running = 0
+        self._stations[self._stations.index(station)] = fresh
+        ray.kill(station.actor)
+        try:
+            await self._ready(fresh)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise EngineError(f"{fresh.name} does not start in place of {station.name}: {error}") from error
+
+    async def stop(self) -> None:
+        """End all workers, letting agents close what they opened."""
+        import ray
+
+        for station in self._stations:
+            try:
+                await asyncio.wait_for(station.actor.stop.remote(), _CANCEL_LIMIT_S)
+            except (ray.exceptions.RayError, TimeoutError):
+                pass
+            finally:
+                ray.kill(station.actor)
+        self._stations = []

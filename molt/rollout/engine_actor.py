@@ -1,0 +1,261 @@
+"""An engine in a process of its own: a Ray async actor around any Engine, and the handle through which others call it.
+
+    handle (worker, driver)                              actor
+    generate -- request --> gate (open unless a refit waits for calls to end) --> Engine.generate
+       |  every beat: health -------------------------> in flight, tokens sampled so far, paused
+       |  no answer, or no new token for request_timeout_s though not paused --> EngineError names the engine
+    a dead process is told by Ray at once; a cancelled caller aborts its request
+
+A long healthy call is never cut: only silence is. A retried request_id joins the running one inside the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from molt.errors import EngineError, MoltError
+from molt.rollout.engine import Engine, EngineInfo, Generation, RefitReport, Sampling, WeightSource
+from molt.rollout.spec import EngineSpec, make_engine
+
+T = TypeVar("T")
+_BEAT_S = 2.0
+_CONTROL_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """A sign of life."""
+
+    num_in_flight: int
+    num_sampled: int
+    """Tokens sampled since start: it grows while the engine works."""
+    is_paused: bool
+    pid: int
+
+
+class EngineActor:
+    """The actor's body. `pause` also knows mode wait: hold new calls and let running ones end first."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._engine: Engine = make_engine(spec)
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._num_in_flight = 0
+        self._num_finished = 0
+        self._is_paused = False
+
+    async def start(self) -> EngineInfo:
+        """Load the model."""
+        return await self._engine.start()
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """One model call; it waits at the gate while a refit waits for others to end."""
+        await self._gate.wait()
+        self._num_in_flight += 1
+        self._idle.clear()
+        try:
+            return await self._engine.generate(request_id, prompt_ids, sampling)
+        finally:
+            self._num_in_flight -= 1
+            self._num_finished += 1
+            if self._num_in_flight == 0:
+                self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        """End one request early."""
+        await self._engine.abort(request_id)
+
+    async def pause(self, mode: str = "keep") -> int:
+        """Hold generation; mode keep, abort, or wait (running calls end first)."""
+        self._gate.clear()
+        try:
+            if mode == "wait":
+                await asyncio.wait_for(self._idle.wait(), self._spec.refit_timeout_s)
+            count = await self._engine.pause("keep" if mode == "wait" else mode)
+        except TimeoutError as error:
+            self._gate.set()
+            raise EngineError(
+                f"engine {self._spec.name}: {self._num_in_flight} calls did not end within vllm.refit_timeout_s={self._spec.refit_timeout_s}; "
+                "raise it, or set train.partial_rollout_enable"
+            ) from error
+        except BaseException:
+            self._gate.set()
+            raise
+        self._is_paused = True
+        return count
+
+    async def refit(self, source: WeightSource) -> RefitReport:
+        """Take new weights while paused."""
+        return await self._engine.refit(source)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._engine.resume()
+        self._is_paused = False
+        self._gate.set()
+
+    async def weights_digest(self) -> str:
+        """Digest over the tensors that it serves."""
+        return await self._engine.weights_digest()
+
+    async def health(self) -> EngineHealth:
+        """Answered between passes by the same loop that serves calls."""
+        import os
+
+        sampled = getattr(self._engine, "num_sampled", self._num_finished)
+        return EngineHealth(num_in_flight=self._num_in_flight, num_sampled=sampled, is_paused=self._is_paused, pid=os.getpid())
+
+    async def stop(self) -> None:
+        """End requests as abort and free everything."""
+        await self._engine.stop()
+
+
+def launch_engine(spec: EngineSpec) -> EngineHandle:
+    """Place the actor (the model is loaded by `start`)."""
+    import ray
+
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": spec.num_gpus, "max_concurrency": 10_000, "max_restarts": 0}
+    if spec.env:
+        options["runtime_env"] = {"env_vars": dict(spec.env)}
+    actor = ray.remote(EngineActor).options(**options).remote(spec)
+    return EngineHandle(actor, spec)
+
+
+class EngineHandle:
+    """Engine over an actor; it pickles. Every wait of it has a limit, and EngineError names the engine."""
+
+    def __init__(self, actor: Any, spec: EngineSpec) -> None:
+        self._actor = actor
+        self.spec = spec
+        self._num_waiting = 0
+        self._silence: asyncio.Future[None] | None = None
+        self._beat: asyncio.Task[None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EngineHandle, (self._actor, self.spec)
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return self.spec.name
+
+    async def start(self) -> EngineInfo:
+        """Load the model within vllm.start_timeout_s."""
+        return await self._ask("start", self._actor.start.remote(), self.spec.start_timeout_s)
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """One model call. EngineError when the engine dies, or is silent for vllm.request_timeout_s."""
+        silence = self._listen()
+        answer = asyncio.ensure_future(_told(self.name, self._actor.generate.remote(request_id, list(prompt_ids), sampling)))
+        try:
+            await asyncio.wait({answer, silence}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                silence.result()
+            return await answer
+        except asyncio.CancelledError:
+            self._actor.abort.remote(request_id)
+            raise
+        finally:
+            answer.cancel()
+            self._num_waiting -= 1
+
+    async def abort(self, request_id: str) -> None:
+        """End one request early."""
+        await self._ask("abort", self._actor.abort.remote(request_id), _CONTROL_LIMIT_S)
+
+    async def pause(self, mode: str = "keep") -> int:
+        """Hold generation: keep, abort, or wait for running calls."""
+        limit = self.spec.refit_timeout_s + _BEAT_S if mode == "wait" else min(self.spec.refit_timeout_s, _CONTROL_LIMIT_S)
+        return await self._ask("pause", self._actor.pause.remote(mode), limit)
+
+    async def refit(self, source: WeightSource) -> RefitReport:
+        """Take new weights within vllm.refit_timeout_s."""
+        return await self._ask("refit", self._actor.refit.remote(source), self.spec.refit_timeout_s)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._ask("resume", self._actor.resume.remote(), _CONTROL_LIMIT_S)
+
+    async def weights_digest(self) -> str:
+        """Digest over the tensors that it serves."""
+        return await self._ask("weights_digest", self._actor.weights_digest.remote(), self.spec.refit_timeout_s)
+
+    async def health(self, limit_s: float = _CONTROL_LIMIT_S) -> EngineHealth:
+        """A sign of life, or EngineError."""
+        return await self._ask("health", self._actor.health.remote(), limit_s)
+
+    async def stop(self) -> None:
+        """Stop the engine and end its process; a dead one is fine."""
+        import ray
+
+        try:
+            await self._ask("stop", self._actor.stop.remote(), _CONTROL_LIMIT_S)
+        except EngineError:
+            pass
+        finally:
+            ray.kill(self._actor)
+
+    def kill(self) -> None:
+        """End its process at once."""
+        import ray
+
+        ray.kill(self._actor)
+
+    async def _ask(self, what: str, reference: Awaitable[T], limit_s: float) -> T:
+        try:
+            return await asyncio.wait_for(_told(self.name, reference), limit_s)
+        except TimeoutError as error:
+            raise EngineError(f"engine {self.name}: {what} was not answered within {limit_s:g} s") from error
+
+    def _listen(self) -> asyncio.Future[None]:
+        """Count one waiting call in, and see to it that somebody listens to the engine while calls wait."""
+        self._num_waiting += 1
+        if self._silence is None or self._silence.done() or self._beat is None or self._beat.done():
+            self._silence = asyncio.get_running_loop().create_future()
+            self._silence.add_done_callback(lambda future: future.cancelled() or future.exception())
+            self._beat = asyncio.create_task(self._watch(self._silence), name=f"listen to {self.name}")
+        return self._silence
+
+    async def _watch(self, silence: asyncio.Future[None]) -> None:
+        """Set an error on `silence` once the engine is dead or has sampled nothing for too long; ends when nobody waits."""
+        limit_s = self.spec.request_timeout_s
+        sampled, heard = -1, time.monotonic()
+        while self._num_waiting > 0:
+            await asyncio.sleep(min(_BEAT_S, limit_s / 4))
+            try:
+                health = await self.health(limit_s)
+            except EngineError as error:
+                silence.set_exception(error)
+                return
+            if health.num_sampled != sampled or health.is_paused or health.num_in_flight == 0:
+                sampled, heard = health.num_sampled, time.monotonic()
+            elif time.monotonic() - heard > limit_s:
+                silence.set_exception(
+                    EngineError(
+                        f"engine {self.name} (pid {health.pid}) holds {health.num_in_flight} calls and sampled nothing for "
+                        f"vllm.request_timeout_s={limit_s:g}; it hangs"
+                    )
+                )
+                return
+
+
+async def _told(name: str, reference: Awaitable[T]) -> T:
+    """The answer, with Ray's errors turned into ours."""
+    import ray
+
+    try:
+        return await reference
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, MoltError):
+            raise cause from error
+        raise EngineError(f"engine {name}: {type(cause).__name__}: {cause}") from error
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"engine {name} is gone: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error

@@ -1,0 +1,263 @@
+"""The rollout pool of the driver: prompt groups in flight, until every member is done or has failed for good.
+
+    dispatch(group) --group_dispatched durable--> one task per member --> worker.run(try 0) --> RolloutDone
+                                                       |                      `-- RolloutFailed: rollout_failed event, next try
+                                                       `-- all members ended --> FinishedGroup in the results
+    next(limit)  <- results; an error of the pool itself (log gone, no engine left) is raised there
+    refit(source) <- driver; model calls wait or keep their tokens, rollouts go on
+    drain -> nothing new starts, what runs may end within a limit, the rest is cancelled with an event
+
+A rollout sticks to one engine. Each wait on a worker is bounded by rollout.timeout_s and a margin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+from molt.config import Config
+from molt.errors import EngineError, RefitError, StalledError
+from molt.log.producer import Producer
+from molt.log.rows import event
+from molt.rollout.crew import Crew
+from molt.rollout.engine import EngineInfo, WeightSource
+from molt.rollout.fleet import Fleet
+from molt.rollout.spec import engine_specs
+from molt.rollout.tasks import FailureReason, FinishedGroup, GroupTask, RefitTimes, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
+
+_LOG = logging.getLogger(__name__)
+_CANCEL_S = 10.0
+
+
+class RolloutPool:
+    """Engines and rollout workers of a run, behind one queue of finished groups."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        sink: Any,
+        fleet: Fleet | None = None,
+        crew: Crew | None = None,
+        model_path: str | None = None,
+        policy_version: int = 0,
+        producer_name: str = "pool",
+    ) -> None:
+        self._config = config
+        self._fleet = fleet or Fleet(engine_specs(config, model_path=model_path, policy_version=policy_version))
+        self._crew = crew or Crew(config, sink=sink, model_path=model_path)
+        self._producer = Producer(sink, producer_name)
+        self._results: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._open: dict[str, set[int]] = {}
+        self._is_draining = False
+
+    async def start(self) -> list[EngineInfo]:
+        """Start engines, then workers; returns when rollouts can run."""
+        infos = await self._fleet.start()
+        await self._crew.start({name: berth.handle for name, berth in self._fleet.berths.items()})
+        return infos
+
+    @property
+    def capacity(self) -> int:
+        """Groups that fit into the workers beside those in flight."""
+        places = self._config.rollout.num_workers * self._config.rollout.max_concurrency
+        return max(0, places - self.num_members) // self._config.rollout.n_samples_per_prompt
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in flight."""
+        return len(self._tasks)
+
+    @property
+    def num_members(self) -> int:
+        """Rollouts in flight."""
+        return sum(len(members) for members in self._open.values())
+
+    @property
+    def policy_version(self) -> int:
+        """Version that the engines serve."""
+        return self._fleet.policy_version
+
+    async def dispatch(self, group: GroupTask) -> None:
+        """Send a group to rollout; returns once its group_dispatched is durable. A group in flight is refused."""
+        if group.group_id in self._tasks:
+            raise EngineError(f"group {group.group_id} is in flight already; dispatch it once")
+        if self._is_draining:
+            raise EngineError(f"group {group.group_id} was dispatched while the pool drains; dispatch before drain")
+        await self._producer.append(
+            events=[
+                event(
+                    "group_dispatched",
+                    group_id=group.group_id,
+                    policy_version=self.policy_version,
+                    epoch=group.epoch,
+                    order_index=group.order_index,
+                    prompt_index=group.prompt.prompt_index,
+                    prompt_id=group.prompt.prompt_id,
+                    group_size=group.group_size,
+                    members=list(group.members),
+                    purpose=group.purpose,
+                )
+            ]
+        )
+        self._open[group.group_id] = set(group.members)
+        self._tasks[group.group_id] = asyncio.create_task(self._supervise(group), name=f"group {group.group_id}")
+
+    async def next(self, limit_s: float) -> FinishedGroup:
+        """The next finished group, in the order of finishing; StalledError after limit_s."""
+        try:
+            result = await asyncio.wait_for(self._results.get(), limit_s)
+        except TimeoutError as error:
+            raise StalledError(f"no group finished within {limit_s:g} s: {self.describe()}") from error
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def ready(self) -> list[FinishedGroup]:
+        """Groups that finished and were not fetched yet, without waiting."""
+        groups = []
+        while not self._results.empty():
+            result = self._results.get_nowait()
+            if isinstance(result, BaseException):
+                raise result
+            groups.append(result)
+        return groups
+
+    async def results(self, limit_s: float) -> AsyncIterator[FinishedGroup]:
+        """Finished groups until none is in flight."""
+        while self._tasks or not self._results.empty():
+            yield await self.next(limit_s)
+
+    def describe(self) -> str:
+        """What is in flight, for a panel or an error."""
+        engines = {name: berth.death or ("stale" if berth.is_stale else berth.num_rollouts) for name, berth in self._fleet.berths.items()}
+        return f"{len(self._tasks)} groups, {self.num_members} rollouts in flight; rollouts by engine {engines}"
+
+    async def refit(self, source: WeightSource, *, step: int) -> RefitTimes:
+        """Give all engines new weights, in the middle of calls when train.partial_rollout_enable is set.
+
+        RefitError when no engine took them: refit_failed is in the log and the old version serves on.
+        """
+        mode = "keep" if self._config.train.partial_rollout_enable else "wait"
+        try:
+            times = await self._fleet.refit(source, pause_mode=mode)
+        except RefitError as error:
+            await self._tell_refit_failed(source, step, {"all": str(error)})
+            raise
+        if times.failed:
+            await self._tell_refit_failed(source, step, times.failed)
+        return times
+
+    async def _tell_refit_failed(self, source: WeightSource, step: int, failed: dict[str, str]) -> None:
+        await self._producer.append(
+            events=[
+                event("refit_failed", policy_version=source.policy_version, step=step, engine=name, error=error)
+                for name, error in failed.items()
+            ]
+        )
+
+    async def drain(self, limit_s: float) -> int:
+        """Take nothing new, let what runs end within limit_s, cancel the rest with an event each; returns groups cancelled."""
+        self._is_draining = True
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=limit_s)
+        left = list(self._tasks.values())
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_CANCEL_S)
+        return len(left)
+
+    def reopen(self) -> None:
+        """Take groups again after a drain."""
+        self._is_draining = False
+
+    async def stop(self) -> None:
+        """Cancel what is left, stop workers and engines."""
+        await self.drain(0.0)
+        await self._crew.stop()
+        await self._fleet.stop()
+
+    # One group, one member.
+
+    async def _supervise(self, group: GroupTask) -> None:
+        """Run a group to its end; an error that is no rollout's fault reaches `next`."""
+        try:
+            ended = await _all_or_first_error([self._run_member(group, member) for member in group.members])
+            done = tuple(item for item in ended if isinstance(item, RolloutDone))
+            failed = tuple(item for item in ended if isinstance(item, RolloutFailed))
+            self._results.put_nowait(FinishedGroup(group=group, done=done, failed=failed))
+        except asyncio.CancelledError:
+            for member in sorted(self._open[group.group_id]):
+                never_ran = RolloutTask(group=group, member=member, try_number=group.first_try, engine="none")
+                await self._tell_failed(
+                    failed_rollout(never_ran, 0, FailureReason.CANCELLED, "the pool drained before it began"), is_final=True
+                )
+            raise
+        except Exception as error:
+            self._results.put_nowait(error)
+        finally:
+            del self._open[group.group_id]
+            del self._tasks[group.group_id]
+
+    async def _run_member(self, group: GroupTask, member: int) -> RolloutDone | RolloutFailed:
+        num_tries = self._config.rollout.num_tries
+        for tried in range(1, num_tries + 1):
+            outcome = await self._try_once(group, member, tried)
+            is_final = isinstance(outcome, RolloutDone) or tried == num_tries or not outcome.reason.is_retried
+            if isinstance(outcome, RolloutFailed):
+                await self._tell_failed(outcome, is_final=is_final)
+            if is_final:
+                self._open[group.group_id].discard(member)
+                return outcome
+        raise AssertionError("rollout.num_tries is at least 1")
+
+    async def _try_once(self, group: GroupTask, member: int, tried: int) -> RolloutDone | RolloutFailed:
+        berth = self._fleet.take_berth()
+        task = RolloutTask(group=group, member=member, try_number=group.first_try + tried - 1, engine=berth.handle.name)
+        try:
+            outcome = await self._crew.run(task, num_tries=tried)
+        except asyncio.CancelledError:
+            n_sampled = await self._crew.cancel(task)
+            cancelled = failed_rollout(task, tried, FailureReason.CANCELLED, "the pool drained before it ended", n_sampled=n_sampled)
+            await self._tell_failed(cancelled, is_final=True)
+            self._open[group.group_id].discard(member)
+            raise
+        finally:
+            berth.num_rollouts -= 1
+        if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ENGINE_ERROR:
+            is_alive = await self._fleet.examine(task.engine)
+            _LOG.warning(
+                "rollout %s failed on engine %s (%s): %s", task.rollout_id, task.engine, "alive" if is_alive else "dead", outcome.error
+            )
+        return outcome
+
+    async def _tell_failed(self, outcome: RolloutFailed, *, is_final: bool) -> None:
+        await self._producer.append(
+            events=[
+                event(
+                    "rollout_failed",
+                    rollout_id=outcome.rollout_id,
+                    group_id=outcome.group_id,
+                    member=outcome.member,
+                    reason=str(outcome.reason),
+                    error=outcome.error,
+                    n_sampled=outcome.n_sampled,
+                    num_tries=outcome.num_tries,
+                    is_final=is_final,
+                )
+            ]
+        )
+
+
+async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, RolloutDone | RolloutFailed]]) -> list[RolloutDone | RolloutFailed]:
+    """All outcomes in order; the first error cancels the others and is raised bare."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(member) for member in members]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]

@@ -1,0 +1,147 @@
+"""What the pool, its workers and the driver hand to each other: tasks, outcomes, refit times, and the seed of each model call."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from molt.data.prompts import Prompt
+
+
+class FailureReason(StrEnum):
+    """Why a rollout failed. None of them is ever a reward."""
+
+    AGENT_ERROR = "agent_error"
+    AGENT_TIMEOUT = "agent_timeout"
+    ENGINE_ERROR = "engine_error"
+    LINEAGE_ERROR = "lineage_error"
+    """Tokens without lineage: not tried again, since it would happen again."""
+    ATTEMPT_LOST = "attempt_lost"
+    """The process that ran it is gone."""
+    CANCELLED = "cancelled"
+    """The run ends."""
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether another try may end differently."""
+        return self not in (FailureReason.LINEAGE_ERROR, FailureReason.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTask:
+    """All rollouts of one prompt that are asked for now."""
+
+    group_id: str
+    epoch: int
+    order_index: int
+    prompt: Prompt
+    group_size: int
+    """Rollouts that make the group complete."""
+    members: tuple[int, ...]
+    """Members to run now: all of them at first, the missing ones after a resume."""
+    purpose: str = "train"
+    first_try: int = 0
+    """Number of the first try; above 0 after a resume, so that no rollout_id comes twice."""
+    temperature: float | None = None
+    """Instead of rollout.temperature (evaluation)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTask:
+    """One try of one member."""
+
+    group: GroupTask
+    member: int
+    try_number: int
+    engine: str
+    """Every model call of the rollout goes to this engine, so that its prefix cache is warm."""
+
+    @property
+    def rollout_id(self) -> str:
+        """group_id, member and try."""
+        return f"{self.group.group_id}/{self.member}/{self.try_number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDone:
+    """A rollout whose segments are durable in the log."""
+
+    rollout_id: str
+    group_id: str
+    member: int
+    engine: str
+    num_segments: int
+    num_turns: int
+    n_tokens: int
+    n_sampled: int
+    reward: float | None
+    version_min: int | None
+    is_truncated: bool
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFailed:
+    """A rollout that left no segment."""
+
+    rollout_id: str
+    group_id: str
+    member: int
+    engine: str
+    reason: FailureReason
+    error: str
+    """Type and text."""
+    n_sampled: int
+    """Tokens that were sampled and are lost to training."""
+    num_tries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedGroup:
+    """A group with nothing left to run: every member asked for is done or has failed for good."""
+
+    group: GroupTask
+    done: tuple[RolloutDone, ...]
+    failed: tuple[RolloutFailed, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefitTimes:
+    """What one refit of all engines took: the columns of weights_refit that the pool knows."""
+
+    policy_version: int
+    weights_digest: str
+    """model_digest over the digests sent."""
+    engines: dict[str, str]
+    """Engine to the digest that it reported."""
+    pause_s: float
+    transfer_s: float
+    verify_s: float
+    resume_s: float
+    size_bytes: int
+    num_in_flight: int
+    failed: dict[str, str] = field(default_factory=dict)
+    """Engine to error; such an engine is out of service until it takes a later refit."""
+
+
+def failed_rollout(task: RolloutTask, num_tries: int, reason: FailureReason, error: str, *, n_sampled: int = 0) -> RolloutFailed:
+    """The outcome of a try that left nothing."""
+    return RolloutFailed(
+        rollout_id=task.rollout_id,
+        group_id=task.group.group_id,
+        member=task.member,
+        engine=task.engine,
+        reason=reason,
+        error=error,
+        n_sampled=n_sampled,
+        num_tries=num_tries,
+    )
+
+
+def call_seed(run_seed: int, group_id: str, member: int, try_number: int, call: int) -> int:
+    """Seed of one model call, 0 <= seed < 2**62: distinct within a group, the same for any number of workers and engines."""
+    text = f"{run_seed}|{group_id}|{member}|{try_number}|{call}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
