@@ -68,7 +68,7 @@ comment on column segments.purpose is 'what the rollout is for';
 comment on column segments.opened_by is 'why this segment begins: start of the rollout, template rewrote history, compaction, fork';
 comment on column segments.token_ids is 'shape (n_tokens): ids as the engine consumed and produced them';
 comment on column segments.behaviour_logprobs is 'shape (n_tokens), nats: processed log-prob of the sampled token; null where not sampled';
-comment on column segments.spans is 'runs of tokens of equal lineage, in order; their len sums to n_tokens. source: system, user, tool, observation, template, policy, compaction, image; versions null where not sampled; kv_version is the oldest version among the attended cache entries';
+comment on column segments.spans is 'runs of tokens of equal lineage, in order; their len sums to n_tokens. source: system, user, tool, observation, template, policy, history, compaction, image; versions null where not sampled; kv_version is the oldest version among the attended cache entries';
 comment on column segments.n_tokens is 'tokens';
 comment on column segments.n_sampled is 'tokens sampled by the policy (source policy)';
 comment on column segments.n_trainable is 'tokens that may reach the gradient';
@@ -79,7 +79,7 @@ comment on column segments.reward is 'reward of the whole rollout, the same in e
 comment on column segments.outcome is 'unshaped outcome (correct or not) that dynamic filtering looks at; null when the agent gave none';
 comment on column segments.is_terminated is 'the agent ended the rollout';
 comment on column segments.is_truncated is 'a limit ended the rollout';
-comment on column segments.stop_reason is 'what ended the rollout: terminated, max_tokens, max_turns, context, agent';
+comment on column segments.stop_reason is 'what ended the rollout: terminated, max_tokens, max_turns, context, agent, timeout';
 comment on column segments.metrics is 'JSON object of numbers that the agent reported';
 comment on column segments.temperature is 'softmax temperature of the sampling distribution';
 comment on column segments.top_p is 'nucleus bound of the sampling distribution; 1 is off';

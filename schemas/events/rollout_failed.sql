@@ -13,7 +13,7 @@ create table rollout_failed (
 comment on column rollout_failed.rollout_id is 'the rollout';
 comment on column rollout_failed.group_id is 'its group';
 comment on column rollout_failed.member is 'place in its group';
-comment on column rollout_failed.reason is 'agent_error, agent_timeout, engine_error, lineage_error, attempt_lost, cancelled';
+comment on column rollout_failed.reason is 'agent_error, agent_timeout, engine_error, lineage_error, prompt_too_long, attempt_lost, cancelled';
 comment on column rollout_failed.error is 'type and text of the error';
 comment on column rollout_failed.n_sampled is 'tokens that were sampled and are lost to training';
 comment on column rollout_failed.num_tries is 'tries made so far for this member';
