@@ -1,0 +1,114 @@
+"""The chat of one rollout, call by call: which ids the next call gets, and whether they continue the last ones.
+
+    messages the same as before + new ones, template appends ........ continues
+    messages the same, template drops or rewrites old turns ......... new segment, opened by the template
+    messages changed by the agent (a summary, an edit) .............. new segment, opened by compaction
+    messages go on from an earlier call ............................. new segment, opened by fork
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from molt.agents.render import ChatRenderer, Layout, Piece, SampledTurn
+from molt.data.messages import Message
+from molt.log.rows import TokenSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPrompt:
+    """What the engine is asked to continue."""
+
+    token_ids: np.ndarray
+    """(P,) int32."""
+    sources: tuple[tuple[TokenSource, int], ...]
+    """Runs (source, length) over token_ids. Turns of the policy that are shown again count as history."""
+    opened_by: str
+    """Why a new segment begins here, should these ids not continue the last ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    messages: tuple[Message, ...]
+    """The prompt's messages and the sampled one."""
+    token_ids: np.ndarray
+    """Prompt ids and sampled ids."""
+    prompt: CallPrompt
+
+
+class Conversation:
+    """The calls of one rollout so far."""
+
+    def __init__(self, renderer: ChatRenderer, *, keep_history: bool = False) -> None:
+        self.renderer = renderer
+        self.keep_history = keep_history
+        """Keep every sampled id of an unchanged history, even where the template would leave old reasoning out."""
+        self.turns: list[SampledTurn] = []
+        self._calls: list[_Call] = []
+
+    def prompt(self, messages: Sequence[Message]) -> CallPrompt:
+        """Ids of the next call for these messages."""
+        messages = tuple(messages)
+        turns = self._match(messages)
+        layout = self.renderer.layout(messages, turns)
+        whole = self._whole(layout, turns)
+        last = self._calls[-1] if self._calls else None
+        if last is None:
+            return CallPrompt(token_ids=whole[0], sources=whole[1], opened_by="start")
+        is_same = messages[: len(last.messages)] == last.messages
+        continues = len(whole[0]) >= len(last.token_ids) and np.array_equal(whole[0][: len(last.token_ids)], last.token_ids)
+        is_kept = self.keep_history or not any(layout.num_dropped)
+        if is_same and not continues and is_kept:
+            whole = _appended(last, layout.gaps[-1], self.turns[-1])
+        return CallPrompt(token_ids=whole[0], sources=whole[1], opened_by="template" if is_same else self._why_changed(messages))
+
+    def add(self, messages: Sequence[Message], prompt: CallPrompt, token_ids: np.ndarray) -> SampledTurn:
+        """Record what was sampled for a prompt. Returns the turn; its text is what the agent sees."""
+        turn = self.renderer.turn(token_ids)
+        self.turns.append(turn)
+        self._calls.append(
+            _Call(
+                messages=(*messages, {"role": "assistant", "content": turn.text}),
+                token_ids=np.concatenate([prompt.token_ids, token_ids]),
+                prompt=prompt,
+            )
+        )
+        return turn
+
+    def _match(self, messages: Sequence[Message]) -> dict[int, SampledTurn]:
+        """Which assistant messages are turns that were sampled here: those with a turn's exact text, in the order of the turns."""
+        found: dict[int, SampledTurn] = {}
+        number = 0
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            later = [index for index in range(number, len(self.turns)) if self.turns[index].text == message["content"]]
+            if later:
+                found[place] = self.turns[later[0]]
+                number = later[0] + 1
+        return found
+
+    def _whole(self, layout: Layout, turns: dict[int, SampledTurn]) -> tuple[np.ndarray, tuple[tuple[TokenSource, int], ...]]:
+        """Ids of the whole render, sampled turns put in as sampled."""
+        parts = [layout.gaps[0].token_ids]
+        sources = list(layout.gaps[0].sources)
+        for place, dropped, gap in zip(layout.turns, layout.num_dropped, layout.gaps[1:], strict=True):
+            ids = turns[place].token_ids[dropped:]
+            parts += [ids, gap.token_ids]
+            sources += [(TokenSource.HISTORY, len(ids)), *gap.sources]
+        return np.concatenate(parts), tuple(sources)
+
+    def _why_changed(self, messages: tuple[Message, ...]) -> str:
+        for call in self._calls:
+            if messages == call.messages[:-1] or messages[: len(call.messages)] == call.messages:
+                return "fork"
+        return "compaction"
+
+
+def _appended(last: _Call, gap: Piece, turn: SampledTurn) -> tuple[np.ndarray, tuple[tuple[TokenSource, int], ...]]:
+    """The ids of the last call as they are, then the gap that the template writes after the last turn."""
+    sources = (*last.prompt.sources, (TokenSource.HISTORY, len(turn.token_ids)), *gap.sources)
+    return np.concatenate([last.token_ids, gap.token_ids]), sources
