@@ -38,9 +38,7 @@ def rows_attention(
         return _varlen(query, key, value, row_lengths, scaling, sliding_window), None
     outputs = [
         _one_row(q, k, v, scaling, sliding_window)
-        for q, k, v in zip(
-            query.split(row_lengths, dim=2), key.split(row_lengths, dim=2), value.split(row_lengths, dim=2), strict=True
-        )
+        for q, k, v in zip(query.split(row_lengths, dim=2), key.split(row_lengths, dim=2), value.split(row_lengths, dim=2), strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 

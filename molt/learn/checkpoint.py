@@ -162,7 +162,9 @@ def _publish(partial: Path, final: Path) -> None:
     os.replace(partial, final)
     sync(final.parent)
     marker = final / f".{MARKER}"
-    marker.write_text(json.dumps({"files": {str(file.relative_to(partial)): (final / file.relative_to(partial)).stat().st_size for file in files}}))
+    marker.write_text(
+        json.dumps({"files": {str(file.relative_to(partial)): (final / file.relative_to(partial)).stat().st_size for file in files}})
+    )
     sync(marker)
     os.replace(marker, final / MARKER)
     sync(final)

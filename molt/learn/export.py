@@ -12,7 +12,17 @@ import torch
 
 from molt.learn.checkpoint import sync
 
-CARRIED = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "generation_config", "preprocessor", "processor")
+CARRIED = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "special_tokens",
+    "added_tokens",
+    "chat_template",
+    "generation_config",
+    "preprocessor",
+    "processor",
+)
 """Beginnings of the names of files that go along unchanged."""
 
 

@@ -38,9 +38,7 @@ class TokenScorer(nn.Module):
         hidden_LD = self.lm.base_model(**inputs).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         hidden_ND = hidden_LD[packed.index_N]
-        return head_logprobs(
-            hidden_ND, head.weight, head.bias, packed.target_N, packed.temperature_N, wants_entropy=wants_entropy
-        )
+        return head_logprobs(hidden_ND, head.weight, head.bias, packed.target_N, packed.temperature_N, wants_entropy=wants_entropy)
 
     def _attention_inputs(self, packed: Packed) -> dict[str, Any]:
         """What the attention needs to keep rows apart."""
@@ -92,7 +90,9 @@ def prepare(lm: nn.Module, actor: ActorSettings) -> None:
 
 def freeze_router(lm: nn.Module) -> None:
     """Keep the routers of a mixture of experts as they are. Raises SettingError when there is none."""
-    routers = [p for name, p in lm.named_parameters() if name.endswith((".mlp.gate.weight", ".router.weight", ".gate.e_score_correction_bias"))]
+    routers = [
+        p for name, p in lm.named_parameters() if name.endswith((".mlp.gate.weight", ".router.weight", ".gate.e_score_correction_bias"))
+    ]
     if not routers:
         raise SettingError("actor.freeze_moe_router=true, the model has no router; set it to false")
     for parameter in routers:

@@ -1,0 +1,248 @@
+"""A rank's side of the log: it reads its rows, and writes scores and gate decisions - or, in replay, compares them.
+
+record   read -> train -> append (acknowledged before the step counts)
+replay   read -> train -> compare with what is there, bit for bit; the first difference ends it
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from molt.admission.plan import StepPlan
+from molt.algo.correction import Gate
+from molt.config import Config
+from molt.errors import ReplayMismatchError
+from molt.learn.result import RecordedStep, StepResult
+from molt.learn.rows import MicroBatch, Row
+from molt.log.rows import Event, Score, event
+
+if TYPE_CHECKING:
+    from molt.log.producer import Producer
+    from molt.log.reader import LogReader
+
+
+class Journal(Protocol):
+    """What a rank needs of the log."""
+
+    def read(self, segment_ids: Sequence[str]) -> list[Row]:
+        """Rows in the order asked, each checked against its digest."""
+        ...
+
+    def scores(
+        self,
+        plan: StepPlan,
+        rank: int,
+        batches: Sequence[MicroBatch],
+        logprobs: Sequence[torch.Tensor],
+        gates: Sequence[Gate],
+        advantages: Sequence[torch.Tensor],
+        reference: Sequence[torch.Tensor],
+        teacher: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> float:
+        """Keep (or compare) what one rank computed, one item per micro-batch. Returns the seconds that it took."""
+        ...
+
+    def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
+        """In replay: ReplayMismatchError where the step differs from the record."""
+        ...
+
+
+class LogJournal:
+    """The journal over the trajectory log."""
+
+    def __init__(self, config: Config, reader: LogReader, producer: Producer | None) -> None:
+        """producer: None in replay, where nothing is written."""
+        self.config = config
+        self.reader = reader
+        self.producer = producer
+
+    def read(self, segment_ids: Sequence[str]) -> list[Row]:
+        """Rows in the order asked."""
+        return read_rows(self.reader, segment_ids)
+
+    def scores(
+        self,
+        plan: StepPlan,
+        rank: int,
+        batches: Sequence[MicroBatch],
+        logprobs: Sequence[torch.Tensor],
+        gates: Sequence[Gate],
+        advantages: Sequence[torch.Tensor],
+        reference: Sequence[torch.Tensor],
+        teacher: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> float:
+        """Append scores and gate decisions of one rank and wait for the ack; in replay, compare scores with those recorded."""
+        begun = time.monotonic()
+        made = [
+            score
+            for number, batch in enumerate(batches)
+            for score in _scores(
+                plan,
+                rank,
+                batch,
+                logprobs[number],
+                gates[number],
+                advantages[number],
+                reference[number] if reference else None,
+                teacher[number] if teacher else None,
+                values[number] if values else None,
+            )
+        ]
+        if self.producer is None:
+            self._compare(plan, made)
+        elif made:
+            decided = [e for batch, gate in zip(batches, gates, strict=True) for e in self._gate_events(plan, batch, gate)]
+            self.producer.append_sync(scores=made, events=decided)
+        return time.monotonic() - begun
+
+    def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
+        """Digests of batch, loss and weights against the record, where there is one."""
+        if self.producer is not None or recorded is None:
+            return
+        pairs = {
+            "batch digest (ids, masks, advantages)": (recorded.batch_digest, result.batch_digest),
+            "loss digest": (recorded.loss_digest, result.loss_digest),
+            "weights digest": (recorded.weights_digest or result.weights_digest, result.weights_digest),
+        }
+        for name, (then, now) in pairs.items():
+            if then != now:
+                raise ReplayMismatchError(f"step {plan.step}: {name} is {now}, recorded {then}")
+
+    def _gate_events(self, plan: StepPlan, batch: MicroBatch, gate: Gate) -> list[Event]:
+        """The gate's decision on each segment of one micro-batch."""
+        settings = self.config.algo.advantage
+        low, high = gate.band
+        return [
+            event(
+                "gate_decided",
+                step=plan.step,
+                policy_version=plan.policy_version,
+                group_id=plan.segments[place].group_id,
+                rollout_id=plan.segments[place].rollout_id,
+                segment_id=plan.segments[place].segment_id,
+                level=settings.is_correction_level,
+                mode=settings.is_correction_mode,
+                low=low,
+                high=high,
+                n_tokens=int(gate.n_tokens_S[row]),
+                n_kept=int(gate.n_kept_S[row]),
+                ratio_mean=_number(gate.ratio_mean_S[row]),
+                log_ratio_min=_number(gate.log_ratio_min_S[row]),
+                log_ratio_max=_number(gate.log_ratio_max_S[row]),
+            )
+            for row, place in enumerate(batch.places)
+        ]
+
+    def _compare(self, plan: StepPlan, made: Sequence[Score]) -> None:
+        """ReplayMismatchError at the first score that differs in any bit from the newest record of the step."""
+        recorded = recorded_scores(self.reader, plan.step, [score.segment_id for score in made])
+        for score in made:
+            then = recorded.get(score.segment_id)
+            if then is None:
+                raise ReplayMismatchError(f"step {plan.step}, segment {score.segment_id}: the log holds no score of it")
+            for column, now in (
+                ("trainer_logprobs", score.trainer_logprobs),
+                ("advantages", score.advantages),
+                ("gate_weights", score.gate_weights),
+            ):
+                _compare_column(plan.step, score.segment_id, column, then[column], now)
+
+
+def read_rows(reader: LogReader, segment_ids: Sequence[str]) -> list[Row]:
+    """Rows of the log in the order asked, digests checked."""
+    if not segment_ids:
+        return []
+    batch = reader.cut().segments(list(segment_ids))
+    scalars = {name: batch.table.column(name).to_pylist() for name in ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode")}
+    rows = []
+    for place, (low, high) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
+        rows.append(
+            Row(
+                segment_id=scalars["segment_id"][place],
+                token_ids=batch.token_ids[low:high],
+                is_sampled=batch.is_sampled[low:high],
+                is_trainable=batch.is_trainable[low:high],
+                behaviour_logprobs=batch.behaviour_logprobs[low:high],
+                policy_versions=batch.policy_version[low:high],
+                temperature=scalars["temperature"][place],
+                top_p=scalars["top_p"][place],
+                top_k=scalars["top_k"][place],
+                logprobs_mode=scalars["logprobs_mode"][place],
+            )
+        )
+    return rows
+
+
+def recorded_scores(reader: LogReader, step: int, segment_ids: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+    """Newest score columns of each segment at a step, float32 with NaN for null."""
+    columns = ["lsn", "step", "segment_id", "trainer_logprobs", "advantages", "gate_weights"]
+    table = reader.cut().table("scores", columns=columns, where=f"step = {int(step)}").sort_by("lsn")
+    wanted = set(segment_ids)
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for row in range(table.num_rows):
+        segment_id = table["segment_id"][row].as_py()
+        if segment_id in wanted:
+            found[segment_id] = {
+                name: table[name][row].values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False) for name in columns[3:]
+            }
+    return found
+
+
+def _scores(
+    plan: StepPlan,
+    rank: int,
+    batch: MicroBatch,
+    logprobs_N: torch.Tensor,
+    gate: Gate,
+    advantages_N: torch.Tensor,
+    reference_N: torch.Tensor | None,
+    teacher_N: torch.Tensor | None,
+    values_N: torch.Tensor | None,
+) -> list[Score]:
+    """Score rows of one micro-batch."""
+    scores, at = [], 0
+    for place in batch.places:
+        planned = plan.segments[place]
+        span = slice(at, at + planned.n_sampled)
+        scores.append(
+            Score(
+                step=plan.step,
+                policy_version=plan.policy_version,
+                segment_id=planned.segment_id,
+                rank=rank,
+                trainer_logprobs=logprobs_N[span].numpy(),
+                reference_logprobs=None if reference_N is None else reference_N[span].numpy(),
+                teacher_logprobs=None if teacher_N is None else teacher_N[span].numpy(),
+                values=None if values_N is None else values_N[span].numpy(),
+                advantages=advantages_N[span].numpy(),
+                gate_weights=gate.weights_T[span].numpy(),
+            )
+        )
+        at += planned.n_sampled
+    return scores
+
+
+def _compare_column(step: int, segment_id: str, column: str, then: np.ndarray, now: np.ndarray) -> None:
+    """ReplayMismatchError at the first token whose bits differ; NaN equals NaN."""
+    if len(then) != len(now):
+        raise ReplayMismatchError(f"step {step}, segment {segment_id}: {column} has {len(now)} tokens, recorded {len(then)}")
+    differs = ~((then == now) | (np.isnan(then) & np.isnan(now)))
+    if differs.any():
+        token = int(np.flatnonzero(differs)[0])
+        raise ReplayMismatchError(
+            f"step {step}, segment {segment_id}, sampled token {token}: {column} is {float(now[token])!r}, recorded {float(then[token])!r}"
+        )
+
+
+def _number(value: torch.Tensor) -> float | None:
+    """A float, None for one that is not finite."""
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,196 @@
+"""The trainer as one thing: a group of rank processes under Ray that are always asked together.
+
+driver --train(plan)--> every rank (each reads its own rows, they meet in collectives) --> the result of rank 0
+  |  waits at most train.step_timeout_s; the first rank that fails ends the group, since the others wait for it in vain
+  |--publish_weights(version)--> shared memory, where engines read; the version before the last is removed then
+  `--save / load / export / weights_digest / stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from molt.admission.plan import StepPlan
+from molt.config import Config
+from molt.errors import MoltError, ReplayMismatchError, SettingError, StalledError
+from molt.learn.checkpoint import Position, newest
+from molt.learn.result import RecordedStep, StepResult
+from molt.rollout.engine import WeightSource
+from molt.rollout.weights import SHARED_MEMORY, remove_weights, weights_folder
+
+STOP_TIMEOUT_S = 10.0
+CHECKPOINTS = "checkpoints"
+
+
+class RankGroup:
+    """Trainer ranks of one run. Make it with start; a group that raised is finished and can only be stopped."""
+
+    def __init__(self, config: Config, run_dir: Path, run: str, actors: list[Any], devices: list[str]) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.run = run
+        self.devices = devices
+        self._actors = actors
+        self._published: list[WeightSource] = []
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        *,
+        run_dir: str | Path,
+        run: str,
+        attempt: int = 1,
+        log: Any | None = None,
+        mode: str = "record",
+        num_steps: int | None = None,
+        model_path: str | None = None,
+        num_gpus: float | None = None,
+    ) -> RankGroup:
+        """Start fsdp.num_ranks processes and build the policy on them.
+
+        log: handle of the log actor, needed in mode record. num_steps: length of the schedule, train.num_steps when absent.
+        model_path: in place of actor.model_name_or_path. num_gpus: share of a GPU for each rank; one where the cluster has GPUs.
+        """
+        import ray
+
+        from molt.learn.rank_actor import RankProcess, RankSpec
+
+        path = model_path or config.actor.model_name_or_path
+        if path is None:
+            raise SettingError("actor.model_name_or_path is missing; give a folder with a Hugging Face model and its tokenizer")
+        if mode == "record" and log is None:
+            raise SettingError("mode=record needs the log actor; give log=start_log_actor(...)")
+        gpus = num_gpus if num_gpus is not None else (1.0 if ray.cluster_resources().get("GPU", 0) else 0.0)
+        environment = {"env_vars": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}} if gpus and config.train.deterministic else None
+        remote = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, runtime_env=environment)(RankProcess)
+        num_ranks = config.fsdp.num_ranks
+        actors = [
+            remote.remote(
+                RankSpec(
+                    rank=rank,
+                    num_ranks=num_ranks,
+                    config=config,
+                    run_dir=str(run_dir),
+                    run=run,
+                    attempt=attempt,
+                    mode=mode,
+                    num_steps=num_steps or config.train.num_steps or 1,
+                    model_path=path,
+                ),
+                log,
+            )
+            for rank in range(num_ranks)
+        ]
+        group = cls(config, Path(run_dir), run, actors, [])
+        try:
+            port = await group._ask_one(0, "listen")
+            group.devices = await group._ask("join", port)
+        except BaseException:
+            await group.stop()
+            raise
+        return group
+
+    async def train(self, plan: StepPlan, recorded: RecordedStep | None = None) -> StepResult:
+        """Train one planned step. A refused step comes back with refused set. Replay raises ReplayMismatchError at a difference."""
+        if len(plan.micro_batches) != len(self._actors):
+            raise ReplayMismatchError(
+                f"step {plan.step} was planned for {len(plan.micro_batches)} ranks, fsdp.num_ranks={len(self._actors)}; start with the planned number"
+            )
+        return (await self._ask("train", plan, recorded))[0]
+
+    async def publish_weights(self, version: int) -> WeightSource:
+        """Write the weights as that version; the version before the previous one is removed, since no engine starts from it."""
+        folder = weights_folder(self.run) if SHARED_MEMORY.is_dir() else self.run_dir / "weights"
+        source: WeightSource = (await self._ask("publish", version, str(folder)))[0]
+        self._published.append(source)
+        while len(self._published) > 2:
+            remove_weights(self._published.pop(0))
+        return source
+
+    async def weights_digest(self) -> str:
+        """Model digest over the weights as they are sent to engines."""
+        return (await self._ask("weights_digest"))[0]
+
+    async def save(self, *, step: int, policy_version: int, cursor: int, lsn_end: int) -> tuple[Path, str]:
+        """Write a checkpoint under <run>/checkpoints; returns its folder and the digest of its weights."""
+        root = self.run_dir / CHECKPOINTS
+        folder, digest = (await self._ask("save", str(root), step, policy_version, cursor, lsn_end, self.config.ckpt.keep))[0]
+        return Path(folder), digest
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint of the run."""
+        return newest(self.run_dir / CHECKPOINTS)
+
+    async def load(self, folder: str | Path) -> Position:
+        """Take up a checkpoint on every rank; returns where it stands in run and log."""
+        return (await self._ask("load", str(folder)))[0]
+
+    async def export(self, target: str | Path) -> Path:
+        """Write the policy as a Hugging Face folder."""
+        return Path((await self._ask("export", str(target)))[0])
+
+    async def stop(self) -> None:
+        """End the processes and free the published weights. Harmless when repeated."""
+        import ray
+
+        actors, self._actors = self._actors, []
+        refs = [actor.stop.remote() for actor in actors]
+        if refs:
+            await asyncio.wait([asyncio.ensure_future(_result(ref)) for ref in refs], timeout=STOP_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor)
+        while self._published:
+            remove_weights(self._published.pop())
+        shutil.rmtree(weights_folder(self.run), ignore_errors=True)
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all ranks. The first failure ends the group and is raised; so does the limit."""
+        if not self._actors:
+            raise StalledError(f"trainer group of run {self.run} is stopped; {method} was not asked")
+        tasks = [asyncio.ensure_future(_result(_call(actor, method)(*args))) for actor in self._actors]
+        return await self._wait(method, tasks)
+
+    async def _ask_one(self, rank: int, method: str, *args: Any) -> Any:
+        """The answer of one rank, for what is not a collective."""
+        return (await self._wait(method, [asyncio.ensure_future(_result(_call(self._actors[rank], method)(*args)))]))[0]
+
+    async def _wait(self, method: str, tasks: list[asyncio.Future[Any]]) -> list[Any]:
+        """Wait for all tasks, at most train.step_timeout_s, or until the first fails."""
+        limit = self.config.train.step_timeout_s
+        done, pending = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        failed = next((task for task in tasks if task in done and task.exception() is not None), None)
+        for task in pending:
+            task.cancel()
+        if failed is not None:
+            error = failed.exception()
+            assert error is not None
+            await self.stop()
+            raise _cause(error)
+        if pending:
+            ranks = [rank for rank, task in enumerate(tasks) if task in pending]
+            await self.stop()
+            raise StalledError(
+                f"trainer ranks {ranks} did not answer {method} in train.step_timeout_s={limit:g}; raise it or look at logs/"
+            )
+        return [task.result() for task in tasks]
+
+
+async def _result(ref: Any) -> Any:
+    """Wait for a Ray reference as a coroutine."""
+    return await ref
+
+
+def _call(actor: Any, method: str) -> Callable[..., Any]:
+    """The remote method of an actor."""
+    return getattr(actor, method).remote
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error that the rank raised, without Ray's wrapping, where it is one of ours."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, MoltError) else error

@@ -1,0 +1,93 @@
+"""One rank's step: the same whatever the cut, refused where it must be, the same twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from molt.learn.result import RefusalReason
+from tests.learn.tiny import make_config, make_plan, make_rank, make_rows
+
+
+def weights_of(rank) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in rank.policy.full_tensors().items()}
+
+
+def test_step_is_the_same_twice_bit_for_bit(model: Path) -> None:
+    rows, results, weights = make_rows(6), [], []
+    for _ in range(2):
+        rank = make_rank(make_config(model), rows)
+        results.append([rank.train(make_plan(rows, step=step)) for step in range(3)])
+        weights.append(weights_of(rank))
+    assert [r.loss_digest for r in results[0]] == [r.loss_digest for r in results[1]]
+    assert [r.weights_digest for r in results[0]] == [r.weights_digest for r in results[1]]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_step_does_not_depend_on_the_micro_batch_split(model: Path) -> None:
+    rows = make_rows(6)
+    whole, cut = make_rank(make_config(model), rows), make_rank(make_config(model), rows)
+    a, b = whole.train(make_plan(rows, micro_batch_tokens=1000)), cut.train(make_plan(rows, micro_batch_tokens=16))
+    # float32 sums in another order; the gradient norm is of order 1
+    assert abs(a.loss - b.loss) < 1e-6
+    assert abs(a.grad_norm - b.grad_norm) < 1e-5 * max(1.0, a.grad_norm)
+    assert a.batch_digest == b.batch_digest
+    assert len(a.uses) == len(b.uses) == 6
+
+
+def test_reward_raises_the_log_prob_of_what_was_rewarded(model: Path) -> None:
+    rows = make_rows(4)
+    rank = make_rank(make_config(model), rows)
+    plan = make_plan(rows)
+    first = rank.train(plan)
+    before = rank.journal.written[-1][3]
+    for step in range(1, 6):
+        rank.train(make_plan(rows, step=step))
+    after = rank.journal.written[-1][3]
+    signs = torch.cat(
+        [torch.full((s.n_sampled,), 1.0 if s.reward else -1.0) for p in plan.micro_batches[0] for s in [plan.segments[i] for i in p]]
+    )
+    assert first.refused is None
+    assert float(((torch.cat(after) - torch.cat(before)) * signs).mean()) > 0
+
+
+def test_missing_logprob_of_a_trainable_token_refuses_the_step(model: Path) -> None:
+    rows = make_rows(4)
+    bad = rows[2].behaviour_logprobs.copy()
+    bad[4] = np.nan
+    rows[2] = replace(rows[2], behaviour_logprobs=bad)
+    rank = make_rank(make_config(model), rows)
+    before = weights_of(rank)
+    result = rank.train(make_plan(rows))
+    assert result.refused is not None and result.refused.reason is RefusalReason.LINEAGE
+    assert rows[2].segment_id in result.refused.error and "token 4" in result.refused.error
+    assert all(torch.equal(before[name], now) for name, now in weights_of(rank).items())
+
+
+def test_fully_rejected_batch_does_not_step(model: Path) -> None:
+    rows = make_rows(4)
+    config = make_config(
+        model, algo={"advantage": {"estimator": "grpo", "is_correction_level": "geo", "is_correction_threshold": (0.9999, 1.0001)}}
+    )
+    rank = make_rank(config, rows)
+    before = weights_of(rank)
+    result = rank.train(make_plan(rows))
+    assert result.refused is not None and result.refused.reason is RefusalReason.NOTHING_KEPT
+    assert result.n_kept == 0 and result.n_sampled > 0
+    assert rank.policy.num_updates == 0
+    assert all(torch.equal(before[name], now) for name, now in weights_of(rank).items())
+
+
+def test_non_finite_weights_refuse_the_step_and_name_the_token(model: Path) -> None:
+    rows = make_rows(4)
+    rank = make_rank(make_config(model), rows)
+    with torch.no_grad():
+        next(iter(rank.policy.scorer.parameters())).to_local()[3] = float("nan")
+    rows_hit = [r.segment_id for r in rows if 3 in r.token_ids] or [r.segment_id for r in rows]
+    result = rank.train(make_plan(rows))
+    assert result.refused is not None and result.refused.reason is RefusalReason.NON_FINITE
+    assert any(name in result.refused.error for name in rows_hit)
+    assert rank.policy.num_updates == 0
