@@ -194,7 +194,7 @@ class RolloutPool:
             for member in sorted(self._open[group.group_id]):
                 never_ran = RolloutTask(group=group, member=member, try_number=group.first_try, engine="none")
                 await self._tell_failed(
-                    failed_rollout(never_ran, 0, FailureReason.CANCELLED, "the pool drained before it began"), is_final=True
+                    failed_rollout(never_ran, 0, FailureReason.CANCELLED, "the pool drained before it began"), is_final=False
                 )
             raise
         except Exception as error:
@@ -223,7 +223,7 @@ class RolloutPool:
         except asyncio.CancelledError:
             n_sampled = await self._crew.cancel(task)
             cancelled = failed_rollout(task, tried, FailureReason.CANCELLED, "the pool drained before it ended", n_sampled=n_sampled)
-            await self._tell_failed(cancelled, is_final=True)
+            await self._tell_failed(cancelled, is_final=False)
             self._open[group.group_id].discard(member)
             raise
         finally:

@@ -10,6 +10,7 @@ create table attempt_started (
     resumed_from_step integer,
     resumed_from_checkpoint varchar,
     model_digest varchar not null,
+    num_steps integer not null,
     pid integer not null,
     host varchar not null
 );
@@ -24,5 +25,6 @@ comment on column attempt_started.seed is 'seed of the run';
 comment on column attempt_started.resumed_from_step is 'first step that this attempt trains; null for a fresh run';
 comment on column attempt_started.resumed_from_checkpoint is 'checkpoint loaded; null for a fresh run';
 comment on column attempt_started.model_digest is 'blake2b-128 hex of the initial weights';
+comment on column attempt_started.num_steps is 'steps that the run is to make: the length of its schedule';
 comment on column attempt_started.pid is 'process id of the driver';
 comment on column attempt_started.host is 'host name of the driver';
