@@ -131,8 +131,8 @@ class Batcher:
         for slot in self._slots:
             if slot.request is None or self._kv_on_refit == "recompute":
                 slot.ids, slot.kv_version = [], source.policy_version
-            if slot.request is None:
-                slot.routes = None
+            if slot.request is None or not slot.request.versions:
+                slot.routes = None if slot.request is None or slot.routes is None else np.full_like(slot.routes, -1)
         self._version = source.policy_version
         return RefitReport(
             engine=self._name,
@@ -224,6 +224,8 @@ class Batcher:
         seat = next((slot for slot in self._slots if slot.request is request), None)
         if seat is not None:
             seat.request = None
+            if min([seat.kv_version, *request.versions[:1]]) != self._version:
+                seat.ids = []  # entries and routes of old weights serve the request that began under them, and nobody after it
             if seat.routes is not None:
                 routes = seat.routes[: len(request.ids) - 1].copy()
         else:
