@@ -1,0 +1,96 @@
+"""Checkpoints: resume is bitwise, a crash leaves the previous one usable, the newest complete one is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from molt.errors import DataError
+from molt.learn import checkpoint
+from molt.learn.checkpoint import Position, incomplete, keep_newest, load, newest, save
+from tests.learn.tiny import make_config, make_plan, make_rank, make_rows
+
+POSITION = Position(step=2, policy_version=2, cursor=11, lsn_end=17, weights_digest="d", num_updates={"actor": 2})
+
+
+def test_two_steps_and_two_after_resume_equal_four_straight(model: Path, tmp_path: Path) -> None:
+    rows = make_rows(6)
+    config = make_config(model, actor={"schedule": "cosine", "warmup_steps": 2})
+    straight, first, second = (make_rank(config, rows) for _ in range(3))
+    expected = [straight.train(make_plan(rows, step=step)) for step in range(4)]
+    for step in range(2):
+        first.train(make_plan(rows, step=step))
+    folder = save(tmp_path, {"actor": first.policy}, POSITION)
+    drawn = torch.rand(3)
+    assert load(folder, {"actor": second.policy}) == POSITION
+    assert torch.equal(torch.rand(3), drawn)  # the random state came back
+    resumed = [second.train(make_plan(rows, step=step)) for step in (2, 3)]
+    assert [r.loss_digest for r in resumed] == [r.loss_digest for r in expected[2:]]
+    assert [r.learning_rate for r in resumed] == [r.learning_rate for r in expected[2:]]
+    assert resumed[-1].weights_digest == expected[-1].weights_digest
+    a, b = straight.policy.optimizer.state_dict()["state"], second.policy.optimizer.state_dict()["state"]
+    assert all(torch.equal(a[k][m].to_local(), b[k][m].to_local()) for k in a for m in ("exp_avg", "exp_avg_sq"))
+
+
+def test_checkpoint_before_the_first_step_resumes_bitwise(model: Path, tmp_path: Path) -> None:
+    rows = make_rows(4)
+    straight, saved, loaded = (make_rank(make_config(model), rows) for _ in range(3))
+    folder = save(tmp_path, {"actor": saved.policy}, replace(POSITION, step=0, num_updates={"actor": 0}))
+    load(folder, {"actor": loaded.policy})
+    expected = straight.train(make_plan(rows)).weights_digest
+    assert loaded.train(make_plan(rows)).weights_digest == expected
+    assert saved.train(make_plan(rows)).weights_digest == expected  # saving does not count as a step
+
+
+def test_incomplete_checkpoint_is_passed_over_whatever_part_is_missing(model: Path, tmp_path: Path) -> None:
+    rank = make_rank(make_config(model), make_rows(2))
+    old = save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=10, num_updates={"actor": 0}))
+    new = save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=20, num_updates={"actor": 0}))
+    assert newest(tmp_path) == new
+    for name in [*json.loads((new / "complete.json").read_text())["files"], "complete.json"]:
+        broken = tmp_path / "copy" / new.name
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(new, broken)
+        shutil.copytree(old, broken.parent / old.name)
+        (broken / name).unlink()
+        assert newest(tmp_path / "copy") == broken.parent / old.name, name
+        with pytest.raises(DataError, match=r"not complete.*missing"):
+            load(broken, {"actor": rank.policy})
+
+
+def test_truncated_file_makes_a_checkpoint_incomplete(model: Path, tmp_path: Path) -> None:
+    rank = make_rank(make_config(model), make_rows(2))
+    folder = save(tmp_path, {"actor": rank.policy}, replace(POSITION, num_updates={"actor": 0}))
+    largest = max((f for f in folder.iterdir() if f.suffix == ".distcp"), key=lambda f: f.stat().st_size)
+    with largest.open("r+b") as file:
+        file.truncate(largest.stat().st_size - 1)
+    assert "bytes" in (incomplete(folder) or "")
+
+
+def test_crash_while_saving_leaves_the_previous_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make_rank(make_config(model), make_rows(2))
+    old = save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=1, num_updates={"actor": 0}))
+
+    def crash(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "replace", crash)
+        with pytest.raises(OSError, match="no space"):
+            save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=2, num_updates={"actor": 0}))
+    assert newest(tmp_path) == old
+    keep_newest(tmp_path, 2)
+    assert [f.name for f in tmp_path.iterdir()] == [old.name]
+
+
+def test_only_the_newest_are_kept(model: Path, tmp_path: Path) -> None:
+    rank = make_rank(make_config(model), make_rows(2))
+    for step in (1, 2, 3):
+        save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=step, num_updates={"actor": 0}))
+    keep_newest(tmp_path, 2)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
