@@ -63,25 +63,22 @@ def _caption(ddl: str) -> str:
     return " ".join(lines)
 
 
-def _read(path: Path) -> TableSchema:
+def _read(path: Path, connection: duckdb.DuckDBPyConnection) -> TableSchema:
     name, ddl = path.stem, path.read_text(encoding="utf-8")
-    with duckdb.connect() as connection:
-        try:
-            connection.execute(ddl)
-        except duckdb.Error as error:
-            raise DataError(f"{path}: DuckDB cannot read the table; {error}") from error
-        arrow = connection.execute(f'select * from "{name}" limit 0').to_arrow_table().schema
-        rows = connection.execute(
-            "select column_name, data_type, is_nullable, coalesce(comment, '') from duckdb_columns() "
-            "where table_name = ? order by column_index",
-            [name],
-        ).fetchall()
-        checks = connection.execute(
-            "select constraint_text from duckdb_constraints() where table_name = ? and constraint_type = 'CHECK'", [name]
-        ).fetchall()
-        has_violations = bool(
-            connection.execute("select 1 from duckdb_functions() where function_name = ?", [f"{name}_violations"]).fetchall()
-        )
+    try:
+        connection.execute(ddl)
+    except duckdb.Error as error:
+        raise DataError(f"{path}: DuckDB cannot read the table; {error}") from error
+    arrow = connection.sql(f'select * from "{name}" limit 0').to_arrow_table().schema
+    rows = connection.execute(
+        "select column_name, data_type, is_nullable, coalesce(comment, '') from duckdb_columns() "
+        "where table_name = ? order by column_index",
+        [name],
+    ).fetchall()
+    checks = connection.execute(
+        "select constraint_text from duckdb_constraints() where table_name = ? and constraint_type = 'CHECK'", [name]
+    ).fetchall()
+    has_violations = bool(connection.execute("select 1 from duckdb_functions() where function_name = ?", [f"{name}_violations"]).fetchall())
     columns = tuple(
         Column(
             name=column,
@@ -106,13 +103,15 @@ def _read(path: Path) -> TableSchema:
 @cache
 def tables() -> dict[str, TableSchema]:
     """The tables of the log, in commit order."""
-    return {name: _read(folder("schemas") / f"{name}.sql") for name in TABLES}
+    with duckdb.connect() as connection:
+        return {name: _read(folder("schemas") / f"{name}.sql", connection) for name in TABLES}
 
 
 @cache
 def event_kinds() -> dict[str, TableSchema]:
     """The kinds of events and the columns of their bodies."""
-    return {path.stem: _read(path) for path in sorted((folder("schemas") / "events").glob("*.sql"))}
+    with duckdb.connect() as connection:
+        return {path.stem: _read(path, connection) for path in sorted((folder("schemas") / "events").glob("*.sql"))}
 
 
 def arrow_schema(table: str) -> pa.Schema:

@@ -1,0 +1,123 @@
+"""The writer as a named Ray actor, and the sink through which other processes reach it.
+
+    worker process: Producer -> RaySink.submit --ObjectRef--> molt-log-<run> (one actor, async) -> LogWriter thread
+                                 ^                                |
+                                 +------- ack or error -----------+     the actor is restarted when it dies; producers resend
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from molt.errors import LogError, MoltError
+from molt.log.message import Ack, Message
+from molt.log.writer import LogWriter
+
+CALL_LIMIT_S = 60.0
+"""Longest wait for a call of the actor that should take milliseconds."""
+
+
+def actor_name(run: str) -> str:
+    """Name of the log actor of a run."""
+    return f"molt-log-{run}"
+
+
+class _LogActor:
+    """Runs a LogWriter. A restart takes the same attempt under a new epoch."""
+
+    def __init__(self, run_dir: str, run: str, attempt: int, store: str) -> None:
+        self._writer = LogWriter.open(run_dir, run=run, attempt=attempt, store=store)
+
+    async def identity(self) -> tuple[str, int]:
+        """Run and attempt."""
+        return self._writer.run, self._writer.attempt
+
+    async def append(self, message: Message) -> Ack | MoltError:
+        """The ack; an error of ours is returned, so that it arrives with its own type."""
+        while not self._writer.has_room(message.size_bytes):
+            await asyncio.sleep(0.005)
+        try:
+            return await asyncio.wrap_future(self._writer.submit(message))
+        except MoltError as error:
+            return error
+
+    async def lsn_end(self) -> int:
+        """Largest committed lsn."""
+        return self._writer.lsn_end
+
+    async def flush(self) -> None:
+        """Commit everything submitted so far."""
+        await asyncio.to_thread(self._writer.flush)
+
+    async def close(self) -> None:
+        """Commit what is queued and give the lease back."""
+        await asyncio.to_thread(self._writer.close)
+
+
+class RaySink:
+    """A sink around the handle of the log actor. Picklable: pass it to other actors."""
+
+    def __init__(self, handle: Any, *, identity: tuple[str, int] | None = None) -> None:
+        self._handle = handle
+        self.run, self.attempt = identity or ray.get(handle.identity.remote(), timeout=CALL_LIMIT_S)
+
+    def __reduce__(self) -> tuple[Callable[..., RaySink], tuple[Any, tuple[str, int]]]:
+        return _make_sink, (self._handle, (self.run, self.attempt))
+
+    def submit(self, message: Message) -> Future[Ack]:
+        """Send a message; the future fails with LogError when the actor is away, and the producer sends again."""
+        future: Future[Ack] = Future()
+        sent = self._handle.append.remote(message).future()
+        sent.add_done_callback(lambda done: _pass_on(done, future))
+        return future
+
+    def flush(self) -> None:
+        """Commit everything submitted so far."""
+        ray.get(self._handle.flush.remote(), timeout=CALL_LIMIT_S)
+
+
+def _make_sink(handle: Any, identity: tuple[str, int]) -> RaySink:
+    return RaySink(handle, identity=identity)
+
+
+def _pass_on(done: Future[Any], future: Future[Ack]) -> None:
+    error = done.exception()
+    if error is not None:
+        future.set_exception(LogError(f"log actor: {type(error).__name__}: {str(error).splitlines()[0]}"))
+        return
+    answer = done.result()
+    if isinstance(answer, MoltError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+def start_log_actor(run_dir: str | Path, *, run: str, attempt: int = 1, store: str = "durable") -> Any:
+    """Start the named actor and wait until it holds the log."""
+    options: dict[str, Any] = {
+        "name": actor_name(run),
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 1000,
+    }
+    handle = ray.remote(_LogActor).options(**options).remote(str(run_dir), run, attempt, str(store))
+    try:
+        ray.get(handle.identity.remote(), timeout=CALL_LIMIT_S)
+    except ray.exceptions.RayActorError as error:
+        raise LogError(f"run={run}: the log actor did not start; {error}") from error
+    return handle
+
+
+def stop_log_actor(handle: Any, *, limit_s: float = CALL_LIMIT_S) -> None:
+    """Commit what is queued, give the lease back and end the actor."""
+    ray.get(handle.close.remote(), timeout=limit_s)
+    ray.kill(handle, no_restart=True)
+    time.sleep(0)

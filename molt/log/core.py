@@ -1,0 +1,208 @@
+"""The five tables as one log: opening, rolling a decided group forward, and committing the next group in causal order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+from lance.fragment import FragmentMetadata
+
+from molt.errors import FencedError, LogError
+from molt.log.crash import crashpoint
+from molt.log.descriptor import ensure_descriptor
+from molt.log.home import Home, LocalHome
+from molt.log.lease import take_lease
+from molt.log.stamp import LogState, Stamp, newest_stamp
+from molt.log.store import Store
+from molt.log.table import LogTable
+from molt.schema import TABLES, arrow_schema
+
+
+@dataclass(slots=True, kw_only=True)
+class Pending:
+    """What a decided group still owes: tables whose rows are written and synced, and not yet committed."""
+
+    stamp: Stamp
+    rest: dict[str, tuple[list[FragmentMetadata], int]] = field(default_factory=dict)
+    """By table: fragments and rows_end."""
+
+
+def _fragments(encoded: list[Any]) -> list[FragmentMetadata]:
+    return [FragmentMetadata.from_json(orjson.dumps(fragment).decode()) for fragment in encoded]
+
+
+class LogCore:
+    """What one writer holds: lease, tables, state. Used by one thread at a time."""
+
+    def __init__(self, home: Home, store: Store, *, run: str, attempt: int, steal: bool = False) -> None:
+        self.home, self.store, self.run = home, store, run
+        if isinstance(home, LocalHome):
+            home.root.mkdir(parents=True, exist_ok=True)
+        self.lease = take_lease(home, store, steal=steal)
+        crashpoint("open.after_lease")
+        try:
+            ensure_descriptor(home, store, run)
+            self.tables = {name: LogTable(home, name, store.codec) for name in TABLES}
+            self.state = LogState()
+            self.pending: Pending | None = None
+            self._open(attempt)
+        except BaseException:
+            self.lease.release()
+            raise
+
+    def _open(self, attempt: int) -> None:
+        for tries in range(5):
+            stamps = {name: self._open_table(table) for name, table in self.tables.items()}
+            self._adopt(stamps)
+            if attempt < self.state.attempt:
+                raise FencedError(f"log={self.home.where}: attempt={attempt} is over, {self.state.attempt} has begun; stop this one")
+            try:
+                crashpoint("open.before_roll_forward")
+                self.roll_forward()
+                self._begin(attempt)
+                return
+            except FencedError:
+                if tries == 4:
+                    raise
+
+    def _open_table(self, table: LogTable) -> Stamp:
+        if not table.open():
+            empty = LogState(rows_end={table.name: 0})
+            table.create(empty.stamp(table.name, "epoch"))
+        return newest_stamp(table.dataset)
+
+    def _adopt(self, stamps: dict[str, Stamp]) -> None:
+        """Take the state from the newest stamps and find what the newest group still owes."""
+        newest = max(stamp.group for stamp in stamps.values())
+        at_newest = {name: stamp for name, stamp in stamps.items() if stamp.group == newest}
+        marked = next((stamp for stamp in at_newest.values() if stamp.marks is not None), None)
+        if marked is None:
+            raise LogError(f"log={self.home.where}: no table holds the marks of group {newest}; run molt fsck")
+        self.state = LogState(
+            epoch=max(stamp.epoch for stamp in stamps.values()),
+            attempt=max(stamp.attempt for stamp in stamps.values()),
+            group=newest,
+            lsn_end=marked.lsn_end,
+            rows_end={name: stamp.rows_end for name, stamp in stamps.items()},
+            marks=dict(marked.marks or {}),
+        )
+        head = next((stamp for stamp in at_newest.values() if stamp.intent), None)
+        self.pending = None
+        if head is not None and head.intent is not None:
+            rest = {
+                name: (_fragments(part["fragments"]), int(part["rows_end"]))
+                for name, part in head.intent.items()
+                if stamps[name].group < newest
+            }
+            self.pending = Pending(stamp=head, rest=rest)
+
+    def _begin(self, attempt: int) -> None:
+        """Mark every table with a new epoch: from here on an older writer meets a version that it did not expect."""
+        crashpoint("open.before_epoch")
+        if attempt > self.state.attempt:
+            self.state.marks = {}
+        self.state.epoch += 1
+        self.state.attempt = attempt
+        for name, table in self.tables.items():
+            table.commit([], self.state.stamp(name, "epoch"))
+        for table in self.tables.values():
+            self._sync(table, [])
+
+    def _sync(self, table: LogTable, fragments: list[FragmentMetadata]) -> None:
+        if self.store.is_synced:
+            table.sync(fragments)
+
+    def roll_forward(self) -> None:
+        """Commit what a decided group still owes."""
+        if self.pending is None:
+            return
+        head = self.pending.stamp
+        for name, (fragments, rows_end) in list(self.pending.rest.items()):
+            stamp = Stamp(
+                kind="group",
+                epoch=head.epoch,
+                attempt=head.attempt,
+                group=head.group,
+                lsn_start=head.lsn_start,
+                lsn_end=head.lsn_end,
+                rows_end=rows_end,
+            )
+            self.tables[name].commit(fragments, stamp)
+            self._sync(self.tables[name], [])
+            self.state.rows_end[name] = rows_end
+            del self.pending.rest[name]
+            crashpoint("writer.between_tables")
+        self.pending = None
+
+    def commit_group(self, rows: dict[str, list[pa.RecordBatch]], marks: dict[str, tuple[int, str]]) -> int:
+        """Commit one group over all its tables and return its last lsn. Decided by the commit of its first table: what follows is owed."""
+        self.roll_forward()
+        crashpoint("writer.before_data")
+        written, lsn = self._write(rows)
+        crashpoint("writer.after_data")
+        for name, fragments in written.items():
+            if fragments:
+                self._sync(self.tables[name], fragments)
+        crashpoint("writer.after_sync")
+        self._decide(written, {name: sum(map(len, batches)) for name, batches in rows.items()}, marks, lsn)
+        crashpoint("writer.after_head")
+        self.roll_forward()
+        return self.state.lsn_end
+
+    def _write(self, rows: dict[str, list[pa.RecordBatch]]) -> tuple[dict[str, list[FragmentMetadata]], int]:
+        lsn = self.state.lsn_end
+        written: dict[str, list[FragmentMetadata]] = {}
+        for name in TABLES:
+            if not rows.get(name):
+                continue
+            table = pa.Table.from_batches(rows[name])
+            order = pa.array(range(lsn + 1, lsn + 1 + len(table)), pa.int64())
+            schema = arrow_schema(name)
+            columns = [order if field.name == "lsn" else table[field.name] for field in schema]
+            written[name] = self.tables[name].write(
+                pa.Table.from_arrays(columns, schema=schema), max_bytes=self.store.upkeep.target_bytes
+            )
+            lsn += len(table)
+        return (written or {"events": []}), lsn
+
+    def _decide(
+        self, written: dict[str, list[FragmentMetadata]], counts: dict[str, int], marks: dict[str, tuple[int, str]], lsn: int
+    ) -> None:
+        """Commit the head, after which the group is a fact."""
+        state = self.state
+        names = list(written)
+        head, rest = names[0], names[1:]
+        rows_end = {name: state.rows_end[name] + counts.get(name, 0) for name in names}
+        intent = {
+            name: {"fragments": [fragment.to_json() for fragment in written[name]], "rows_end": rows_end[name]} for name in rest
+        }
+        stamp = Stamp(
+            kind="group",
+            epoch=state.epoch,
+            attempt=state.attempt,
+            group=state.group + 1,
+            lsn_start=state.lsn_end + 1,
+            lsn_end=lsn,
+            rows_end=rows_end[head],
+            marks=state.marks | marks,
+            intent=intent or None,
+        )
+        self.tables[head].commit(written[head], stamp)
+        state.group, state.lsn_end, state.marks = stamp.group, lsn, dict(stamp.marks or {})
+        state.rows_end[head] = rows_end[head]
+        self.pending = Pending(stamp=stamp, rest={name: (written[name], rows_end[name]) for name in rest})
+        self._sync(self.tables[head], [])
+
+    def close(self) -> None:
+        """Give the lease back."""
+        self.lease.release()
+
+
+def open_core(run_dir: str | Path, store: Store, *, run: str, attempt: int, steal: bool = False) -> LogCore:
+    """The core of the log of a run."""
+    from molt.log.home import home_of
+
+    return LogCore(home_of(run_dir, store), store, run=run, attempt=attempt, steal=steal)

@@ -1,0 +1,51 @@
+"""Named points at which a test kills the process, so that every step of the protocol can be the last one."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from molt.environ import read
+
+POINTS = (
+    "writer.before_data",
+    "writer.after_data",
+    "writer.after_sync",
+    "writer.in_commit_lock",
+    "writer.after_head",
+    "writer.between_tables",
+    "writer.before_ack",
+    "writer.after_ack",
+    "upkeep.before_compact",
+    "upkeep.after_rewrite",
+    "upkeep.after_compact",
+    "upkeep.before_cleanup",
+    "upkeep.after_cleanup",
+    "open.after_lease",
+    "open.before_roll_forward",
+    "open.before_epoch",
+    "seal.before_write",
+    "seal.after_write",
+    "pin.after_tag",
+    "producer.before_send",
+    "producer.after_ack",
+    "reader.after_poll",
+)
+"""Every name that crashpoint() is called with."""
+
+_armed = read("MOLT_CRASHPOINT")
+_left = 0
+if _armed is not None:
+    _armed, _, _count = _armed.partition("@")
+    _left = int(_count or 1)
+
+
+def crashpoint(name: str) -> None:
+    """Kill this process with SIGKILL when MOLT_CRASHPOINT is `name` or `name@n` and this is the n-th time here."""
+    global _left
+    if _armed != name:
+        return
+    assert name in POINTS, f"{name} is not in molt.log.crash.POINTS"
+    _left -= 1
+    if _left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,65 @@
+"""LOG.json: what a reader must know before it opens a table."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lance
+import orjson
+
+from molt import __version__
+from molt.errors import LogError
+from molt.log.home import Home
+from molt.log.store import Store
+
+NAME = "LOG.json"
+FORMAT = 1
+"""Raised when an older reader could misread the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptor:
+    """The log as its first writer made it."""
+
+    format: int
+    run: str
+    store: dict[str, Any]
+    made_by: str
+    lance: str
+    made_at: float
+    """Seconds since 1970, UTC."""
+
+
+def read_descriptor(home: Home) -> Descriptor | None:
+    """The descriptor; None when there is no log; LogError when it is newer than this code."""
+    content = home.read(NAME)
+    if content is None:
+        return None
+    try:
+        fields = orjson.loads(content)
+        written = int(fields["format"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise LogError(f"log={home.where}: {NAME} is damaged ({error}); run molt fsck") from error
+    if written > FORMAT:
+        raise LogError(
+            f"log={home.where}: format {written}, written by {fields.get('made_by')}; this molt {__version__} reads up to {FORMAT}: "
+            "take a newer molt"
+        )
+    return Descriptor(**{name: fields[name] for name in Descriptor.__dataclass_fields__ if name in fields})
+
+
+def ensure_descriptor(home: Home, store: Store, run: str) -> Descriptor:
+    """The descriptor, made when the log is new."""
+    found = read_descriptor(home)
+    if found is None:
+        fresh = Descriptor(
+            format=FORMAT, run=run, store=store.model_dump(), made_by=f"molt {__version__}", lance=lance.__version__, made_at=time.time()
+        )
+        home.create(NAME, orjson.dumps(asdict(fresh), option=orjson.OPT_INDENT_2))
+        found = read_descriptor(home)
+        assert found is not None, f"{NAME} vanished"
+    if found.run != run:
+        raise LogError(f"log={home.where}: it belongs to run {found.run!r}, not {run!r}; give the run's own folder")
+    return found

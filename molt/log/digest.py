@@ -1,0 +1,118 @@
+"""Digests of rows: blake2b-128 over every column but lsn and digest, the same for live, stored and compacted rows.
+
+A column without a value adds nothing, so a column that is added later leaves the digests of older rows as they are.
+A null inside a list is a state of its own: it never reads as 0, as NaN or as the end of the list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+SIZE = 16
+NULL_FLOAT_BITS = {2: 0x7EDA, 4: 0x7FC0DEAD, 8: 0x7FF80000DEADDEAD}
+"""A NaN that no arithmetic makes stands for null inside a list of floats."""
+_UNHASHED = {"lsn", "digest"}
+_LENGTH = struct.Struct("<I")
+
+
+def bytes_digest(*parts: bytes | memoryview) -> bytes:
+    """blake2b-128 over the parts as one stream."""
+    digest = hashlib.blake2b(digest_size=SIZE)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def filled(values: pa.Array) -> np.ndarray:
+    """Values of a fixed-width array as numpy, nulls replaced by the pattern that stands for null."""
+    if pa.types.is_boolean(values.type):
+        codes = values.cast(pa.uint8())
+        return np.asarray(pc.fill_null(codes, pa.scalar(2, pa.uint8())))
+    width = values.type.bit_width // 8
+    if values.null_count == 0:
+        return np.asarray(values.to_numpy(zero_copy_only=True))
+    if pa.types.is_floating(values.type):
+        present = np.asarray(values.is_valid())
+        bits = np.array(pc.fill_null(values, 0.0)).view(f"u{width}")
+        bits[~present] = NULL_FLOAT_BITS[width]
+        return bits.view(f"f{width}")
+    lowest = np.iinfo(values.type.to_pandas_dtype()).min
+    return np.asarray(pc.fill_null(values, pa.scalar(int(lowest), values.type)))
+
+
+def _slices(values: np.ndarray, offsets: Sequence[int]) -> list[memoryview]:
+    """Bytes of each list, without a copy."""
+    width = values.dtype.itemsize
+    view = memoryview(np.ascontiguousarray(values)).cast("B") if len(values) else memoryview(b"")
+    return [view[start * width : stop * width] for start, stop in zip(offsets, offsets[1:], strict=False)]
+
+
+def _strings(values: pa.Array) -> list[bytes | None]:
+    """Length and bytes of each string or blob."""
+    kind = pa.large_binary() if values.type in (pa.large_string(), pa.large_binary()) else pa.binary()
+    return [None if text is None else _LENGTH.pack(len(text)) + text for text in values.cast(kind).to_pylist()]
+
+
+def _lists(column: pa.Array) -> list[list[bytes | memoryview]]:
+    """Parts of each list: its length, then its values child by child."""
+    offsets = np.asarray(column.offsets)
+    start, stop = int(offsets[0]), int(offsets[-1])
+    values = column.values.slice(start, stop - start)
+    places: list[int] = (offsets - start).tolist()
+    parts: list[list[bytes | memoryview]] = [[_LENGTH.pack(b - a)] for a, b in zip(places, places[1:], strict=False)]
+    children = values.flatten() if pa.types.is_struct(values.type) else [values]
+    for child in children:
+        if pa.types.is_string(child.type) or pa.types.is_binary(child.type):
+            cells = [text if text is not None else b"\xff" for text in _strings(child)]
+            pieces: Iterable[bytes | memoryview] = (b"".join(cells[a:b]) for a, b in zip(places, places[1:], strict=False))
+        else:
+            pieces = _slices(filled(child), places)
+        for row, piece in zip(parts, pieces, strict=True):
+            row.append(piece)
+    return parts
+
+
+def _add_column(rows: list[list[bytes | memoryview]], name: str, column: pa.Array) -> None:
+    """Append name and value of each row that has one."""
+    tag = _LENGTH.pack(len(name)) + name.encode()
+    valid: list[bool] | None = None if column.null_count == 0 else column.is_valid().to_pylist()
+    if pa.types.is_list(column.type):
+        for index, parts in enumerate(_lists(column)):
+            if valid is None or valid[index]:
+                rows[index].append(tag)
+                rows[index].extend(parts)
+        return
+    if pa.types.is_string(column.type) or pa.types.is_binary(column.type) or column.type in (pa.large_string(), pa.large_binary()):
+        cells: Sequence[bytes | memoryview | None] = _strings(column)
+    else:
+        cells = _slices(filled(column), range(len(column) + 1))
+    for index, cell in enumerate(cells):
+        if cell is not None and (valid is None or valid[index]):
+            rows[index] += (tag, cell)
+
+
+def row_digests(rows: pa.RecordBatch) -> list[bytes]:
+    """Digest of each row, over the columns present but lsn and digest, in alphabetical order of their names."""
+    parts: list[list[bytes | memoryview]] = [[] for _ in range(rows.num_rows)]
+    if not rows.num_rows:
+        return []
+    for name in sorted(set(rows.schema.names) - _UNHASHED):
+        _add_column(parts, name, rows.column(name))
+    return [bytes_digest(*row) for row in parts]
+
+
+def merkle_root(digests: Sequence[bytes]) -> bytes:
+    """Root over row digests in lsn order: leaves and nodes are hashed apart, an odd node moves up as it is."""
+    if not digests:
+        return bytes_digest(b"molt-empty")
+    level = [bytes_digest(b"\x00", digest) for digest in digests]
+    while len(level) > 1:
+        pairs = [bytes_digest(b"\x01", left, right) for left, right in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + ([level[-1]] if len(level) % 2 else [])
+    return level[0]

@@ -1,0 +1,196 @@
+"""One table of the log as Lance keeps it: creation, fragments, and a commit that only the next version lets through."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import lance
+import pyarrow as pa
+from lance.dataset import LanceOperation, Transaction
+from lance.fragment import FragmentMetadata, write_fragments
+
+from molt.errors import FencedError, LogError, LogFullError
+from molt.log.crash import crashpoint
+from molt.log.home import Home, sync_directory, sync_files
+from molt.log.stamp import Stamp
+from molt.log.store import CodecSettings
+from molt.schema import arrow_schema
+
+FORMAT = "2.2"
+"""Lance file format of every data file."""
+_FULL_TEXT = ("os error 28", "os error 122", "os error 30", "os error 13", "os error 1)", "No space left", "Permission denied", "Read-only")
+_IDS = {"token_ids"}
+
+
+class Fence:
+    """Lets exactly the next version through; a writer that was replaced meets a higher one and stops."""
+
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.met: int | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, version: int) -> Iterator[None]:
+        """Entered by Lance before it makes the manifest of that version."""
+        crashpoint("writer.in_commit_lock")
+        if version != self.expected:
+            self.met = version
+            raise FencedError(f"version {version} is next, this writer expected {self.expected}")
+        yield
+
+
+def lance_schema(table: str, codec: CodecSettings) -> pa.Schema:
+    """Arrow schema of a table with the codec of each family of columns; payload bytes as Lance blob."""
+    fields = []
+    for field in arrow_schema(table):
+        if table == "payloads" and field.name == "data":
+            fields.append(lance.blob_field("data", nullable=False))
+            continue
+        fields.append(_with_codec(field, codec))
+    return pa.schema(fields)
+
+
+def _with_codec(field: pa.Field, codec: CodecSettings) -> pa.Field:
+    if field.name in _IDS:
+        choice = codec.ids
+    elif pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type):
+        choice = codec.floats
+    elif pa.types.is_string(field.type):
+        choice = codec.text
+    else:
+        return field
+    if choice == "none":
+        return field
+    if pa.types.is_list(field.type):
+        item = field.type.value_field.with_metadata({"lance-encoding:compression": choice})
+        return pa.field(field.name, pa.list_(item), field.nullable)
+    return field.with_metadata({"lance-encoding:compression": choice})
+
+
+def storable(table: str, rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The rows as the Lance schema wants them."""
+    if table == "payloads":
+        place = rows.schema.get_field_index("data")
+        rows = rows.set_column(place, schema.field("data"), lance.blob_array(rows["data"].to_pylist()))
+    return pa.Table.from_arrays(rows.columns, schema=schema)
+
+
+class LogTable:
+    """The writer's hold on one table."""
+
+    def __init__(self, home: Home, name: str, codec: CodecSettings) -> None:
+        self.home = home
+        self.name = name
+        self.schema = lance_schema(name, codec)
+        self.uri = home.table(name)
+        self._dataset: lance.LanceDataset | None = None
+
+    @property
+    def dataset(self) -> lance.LanceDataset:
+        """The version that the next commit builds on."""
+        assert self._dataset is not None, f"table {self.name} is not open"
+        return self._dataset
+
+    def open(self) -> bool:
+        """Open the newest version; False when the table does not exist."""
+        try:
+            self._dataset = lance.LanceDataset(self.uri, storage_options=self.home.storage_options, session=self.home.session)
+        except ValueError as error:
+            if "was not found" in str(error):
+                return False
+            raise
+        return True
+
+    def create(self, stamp: Stamp) -> None:
+        """Make the empty table."""
+        self._dataset = lance.write_dataset(
+            self.schema.empty_table(),
+            self.uri,
+            mode="create",
+            data_storage_version=FORMAT,
+            enable_stable_row_ids=True,
+            transaction_properties=stamp.to_properties(),
+            commit_lock=Fence(1),
+            storage_options=self.home.storage_options,
+            session=self.home.session,
+        )
+        self.home.keep(self._dataset)
+        self.sync([])
+
+    def write(self, rows: pa.Table, *, max_bytes: int) -> list[FragmentMetadata]:
+        """Data files with the rows; visible to nobody before the commit."""
+        try:
+            return list(
+                write_fragments(
+                    storable(self.name, rows, self.schema), self.dataset, data_storage_version=FORMAT, max_bytes_per_file=max_bytes
+                )
+            )
+        except OSError as error:
+            raise self._in_words(error) from error
+
+    def commit(self, fragments: list[FragmentMetadata], stamp: Stamp) -> None:
+        """Append the fragments as exactly the next version. An unclear outcome is resolved by reading back."""
+        expected = self.dataset.version + 1
+        fence = Fence(expected)
+        transaction = Transaction(self.dataset.version, LanceOperation.Append(fragments), transaction_properties=stamp.to_properties())
+        try:
+            self._dataset = lance.LanceDataset.commit(
+                self.dataset, transaction, commit_lock=fence, max_retries=0, storage_options=self.home.storage_options
+            )
+        except Exception as error:
+            self._resolve(error, fence, transaction)
+
+    def _resolve(self, error: Exception, fence: Fence, transaction: Transaction) -> None:
+        """Read back what the failed commit did: done, not done, or another writer's."""
+        newest = lance.LanceDataset(self.uri, storage_options=self.home.storage_options, session=self.home.session)
+        if newest.version >= fence.expected:
+            found = newest.read_transaction(fence.expected)
+            if found is not None and found.uuid == transaction.uuid:
+                self._dataset = newest
+                return
+            raise FencedError(
+                f"log={self.home.where}: table {self.name} is at version {newest.version}, this writer expected to make "
+                f"{fence.expected}; another writer took the run, stop this one"
+            ) from error
+        raise self._in_words(error) from error
+
+    def _in_words(self, error: Exception) -> LogError:
+        text = str(error)
+        if isinstance(error, LogError):
+            return error
+        kind = LogFullError if any(part in text for part in _FULL_TEXT) else LogError
+        reason = text.split(", /home/")[0]
+        return kind(f"log={self.home.where}: table {self.name}: {reason}; nothing half-written is visible, mend it and resume")
+
+    def sync(self, fragments: list[FragmentMetadata]) -> None:
+        """Make data files (when fragments are given), or else the newest manifest, durable together with their directories."""
+        root = self.home.local_path(self.name)
+        if root is None:
+            return
+        if fragments:
+            sync_files(self._files(root, fragments))
+            sync_directory(root / "data")
+        else:
+            sync_files([manifest_path(root, self.dataset.version)])
+            sync_directory(root / "_versions")
+            if self.dataset.version == 1:
+                sync_directory(root)
+                sync_directory(root.parent)
+
+    @staticmethod
+    def _files(root: Path, fragments: list[FragmentMetadata]) -> Iterator[Path]:
+        for fragment in fragments:
+            for file in fragment.files:
+                path = root / "data" / file.path
+                yield path
+                blobs = path.with_suffix("")
+                if blobs.is_dir():
+                    yield from blobs.iterdir()
+                    sync_directory(blobs)
+
+
+def manifest_path(root: Path, version: int) -> Path:
+    """File of the manifest of one version: Lance counts names down, so that the newest is listed first."""
+    return root / "_versions" / f"{2**64 - 1 - version}.manifest"

@@ -1,0 +1,229 @@
+"""The one writer of a run: takes messages from many producers, commits them in groups, acknowledges each once it is durable.
+
+    producers --submit--> inbox (bounded by bytes) --first of window, bytes, rows, urgent--> group --commit--> acks --> upkeep
+                 ^                                                                             |
+                 +---------- waits while the inbox is full (limit: queue.gap_timeout_s) <-----+
+
+    One thread commits. A repetition is acknowledged without a write; another payload under a known (producer, seq) is an error.
+    A full disk fails the group and the writer goes on; a lost lease or a failed sync stops it for good.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+
+from molt.errors import FencedError, LogError, LogFullError, MoltError
+from molt.log.core import LogCore, open_core
+from molt.log.crash import crashpoint
+from molt.log.inbox import Entry, Inbox, gap_error
+from molt.log.message import Ack, Message, message_digest
+from molt.log.store import Store, load_store
+
+
+class LogWriter:
+    """Thread-safe: every public method may be called from any thread."""
+
+    def __init__(self, core: LogCore) -> None:
+        self._core = core
+        self._store = core.store
+        self._lock = threading.Condition()
+        self._inbox = Inbox(core.state.marks, max_bytes=core.store.queue.max_bytes, read_back=self._read_back)
+        self._is_flushing = False
+        self._is_closing = False
+        self._is_stopped = False
+        self._failure: MoltError | None = None
+        self._thread = threading.Thread(target=self._loop, name="molt-log-writer", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, run_dir: str | Path, *, run: str, attempt: int = 1, store: str | Store = "durable", steal: bool = False) -> LogWriter:
+        """Open or make the log of a run: takes the lease, completes a decided group, fences off any older writer."""
+        profile = store if isinstance(store, Store) else load_store(store)
+        return cls(open_core(run_dir, profile, run=run, attempt=attempt, steal=steal))
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self._core.run
+
+    @property
+    def attempt(self) -> int:
+        """Attempt that this writer serves."""
+        return self._core.state.attempt
+
+    @property
+    def lsn_end(self) -> int:
+        """Largest committed lsn; -1 for an empty log."""
+        return self._core.state.lsn_end
+
+    def has_room(self, size_bytes: int) -> bool:
+        """True when a message of that size would not wait."""
+        with self._lock:
+            return self._inbox.has_room(size_bytes)
+
+    def submit(self, message: Message) -> Future[Ack]:
+        """Queue a message; waits while the inbox is full. The future gives the ack, or the error that kept it out of the log."""
+        future: Future[Ack] = Future()
+        size, limit = message.size_bytes, self._store.queue.gap_timeout_s
+        with self._lock:
+            has_room = self._lock.wait_for(lambda: self._inbox.has_room(size) or self._refusal() is not None, timeout=limit)
+            refusal = self._refusal()
+            if refusal is not None:
+                future.set_exception(refusal)
+            elif not has_room:
+                future.set_exception(
+                    LogError(f"queue.max_bytes={self._store.queue.max_bytes}: no room for {limit} s; the store is too slow, resend later")
+                )
+            elif message.attempt != self.attempt:
+                future.set_exception(
+                    FencedError(f"producer={message.producer}: attempt={message.attempt} is over, {self.attempt} is running; stop it")
+                )
+            else:
+                self._inbox.accept(message, future)
+                self._lock.notify_all()
+        return future
+
+    def _refusal(self) -> MoltError | None:
+        if self._failure is not None:
+            return self._failure
+        return LogError(f"log={self._core.home.where}: the writer is closed") if self._is_closing else None
+
+    def _read_back(self, message: Message) -> bytes:
+        """Digest of a committed message, from its rows."""
+        rows: dict[str, list[bytes]] = {}
+        sender = message.producer.replace("'", "''")
+        for name, table in self._core.tables.items():
+            found = table.dataset.to_table(columns=["lsn", "digest"], filter=f"producer = '{sender}' and seq = {message.seq}")
+            if len(found):
+                rows[name] = found.sort_by("lsn")["digest"].to_pylist()
+        return message_digest(rows)
+
+    def flush(self, *, timeout_s: float = 60.0) -> None:
+        """Commit everything submitted so far."""
+        with self._lock:
+            futures = [future for entry in (*self._inbox.taken, *self._inbox.ready) for future in entry.futures]
+            self._is_flushing = bool(futures)
+            self._lock.notify_all()
+        limit = time.monotonic() + timeout_s
+        for future in futures:
+            future.exception(timeout=max(0.0, limit - time.monotonic()))
+
+    def close(self, *, timeout_s: float = 60.0) -> None:
+        """Commit what is queued, stop, give the lease back. Closing twice is harmless."""
+        with self._lock:
+            was_closing, self._is_closing = self._is_closing, True
+            self._lock.notify_all()
+        self._thread.join(timeout=timeout_s)
+        if not was_closing:
+            self._core.close()
+
+    def __enter__(self) -> LogWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _loop(self) -> None:
+        while True:
+            with self._lock:
+                group = self._next_group()
+            if group is None:
+                return
+            try:
+                self._commit(group)
+            except (LogFullError, FencedError, LogError) as error:
+                self._fail(group, error, is_fatal=isinstance(error, FencedError))
+            except Exception as error:  # the writer must not die in silence: whoever waits learns why
+                self._fail(group, LogError(f"log={self._core.home.where}: {type(error).__name__}: {error}"), is_fatal=True)
+            if self._failure is not None:
+                return
+
+    def _next_group(self) -> list[Entry] | None:
+        """Wait for a group to be due; None when the writer is closed and nothing is left. Holds the lock."""
+        commit = self._store.commit
+        while True:
+            for entry in self._inbox.overdue(self._store.queue.gap_timeout_s):
+                error = gap_error(entry, self._inbox.next_seq(entry.message.producer), self._store.queue.gap_timeout_s)
+                for future in entry.futures:
+                    future.set_exception(error)
+            ready = self._inbox.ready
+            if not ready:
+                self._is_flushing = False
+                if self._inbox.echoes:
+                    return []
+                if self._is_closing:
+                    self._inbox.drain(LogError(f"log={self._core.home.where}: the writer closed before the messages in front arrived"))
+                    return None
+                self._lock.wait(timeout=1.0)
+                continue
+            left = ready[0].arrived_at + commit.window_ms / 1000 - time.monotonic()
+            is_due = (
+                left <= 0
+                or self._is_flushing
+                or self._is_closing
+                or sum(entry.message.num_rows for entry in ready) >= commit.max_rows
+                or sum(entry.message.size_bytes for entry in ready) >= commit.max_bytes
+                or any(entry.message.is_urgent for entry in ready)
+            )
+            if is_due:
+                return self._inbox.take(max_rows=commit.max_rows, max_bytes=commit.max_bytes)
+            self._lock.wait(timeout=left)
+
+    def _commit(self, group: list[Entry]) -> None:
+        """Commit a group and acknowledge it, or complete what an earlier one owes."""
+        if group:
+            rows: dict[str, list[pa.RecordBatch]] = {}
+            marks: dict[str, tuple[int, str]] = {}
+            for entry in group:
+                marks[entry.message.producer] = (entry.message.seq, entry.message.digest.hex())
+                for name, batch in entry.message.tables.items():
+                    rows.setdefault(name, []).append(batch)
+            self._core.lease.check()
+            self._core.commit_group(rows, marks)
+        else:
+            self._core.roll_forward()
+        crashpoint("writer.before_ack")
+        with self._lock:
+            done = self._inbox.release()
+            echoes, self._inbox.echoes = self._inbox.echoes, []
+            self._lock.notify_all()
+        for entry in done:
+            self._acknowledge(entry, is_repetition=False)
+        for entry in echoes:
+            self._acknowledge(entry, is_repetition=True)
+        crashpoint("writer.after_ack")
+
+    def _acknowledge(self, entry: Entry, *, is_repetition: bool) -> None:
+        state = self._core.state
+        ack = Ack(
+            producer=entry.message.producer,
+            seq=entry.message.seq,
+            group=state.group,
+            lsn_end=state.lsn_end,
+            is_repetition=is_repetition,
+        )
+        for future in entry.futures:
+            if not future.done():
+                future.set_result(ack)
+
+    def _fail(self, group: list[Entry], error: LogError, *, is_fatal: bool) -> None:
+        """Tell whoever waits. A group that was decided stays known: its resend is acknowledged once the rest is committed."""
+        is_decided = bool(group) and self._core.state.marks.get(group[-1].message.producer, (-1, ""))[0] >= group[-1].message.seq
+        with self._lock:
+            if is_fatal:
+                self._failure = error
+                self._inbox.drain(error)
+            else:
+                failed = self._inbox.release() if is_decided else self._inbox.put_back()
+                echoes, self._inbox.echoes = self._inbox.echoes, []
+                for entry in (*failed, *echoes):
+                    for future in entry.futures:
+                        if not future.done():
+                            future.set_exception(error)
+            self._lock.notify_all()
