@@ -1,8 +1,8 @@
 """Groups between dispatch and training, as the log tells it: rows in, complete groups out, every one decided once.
 
-    dispatched --(rows of all members, or their final failures)--> complete --decide--> ready --pick--> consumed
-                                                                      |                  |
-                                                                      `-- dropped        `-- stale
+dispatched --(rows of all members, or their final failures)--> complete --decide--> ready --pick--> consumed
+                                                                  |                  |
+                                                                  `-- dropped        `-- stale
 """
 
 from __future__ import annotations

@@ -1,0 +1,69 @@
+"""An evaluation in the loop: prompts of the evaluation set through the same agents, scored, never trained."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+from molt.data.prompts import PromptSet
+from molt.driver.house import House
+from molt.driver.leader import Leader
+from molt.errors import StalledError
+from molt.log.rows import event
+from molt.rollout.tasks import GroupTask
+
+
+async def evaluate(house: House, leader: Leader, *, step: int, policy_version: int) -> float | None:
+    """Roll out the evaluation prompts on the weights that the engines serve and append `evaluated`; returns the mean reward."""
+    config = house.config
+    assert config.data.eval_dataset is not None, "eval.interval without data.eval_dataset passed the checks"
+    prompts = PromptSet.load(config.data.eval_dataset, config.data)
+    size = config.eval.n_samples_per_prompt
+    tasks = [
+        GroupTask(
+            group_id=f"eval{step}-p{index}",
+            epoch=0,
+            order_index=index,
+            prompt=prompts[index],
+            group_size=size,
+            members=tuple(range(size)),
+            purpose="eval",
+            temperature=config.eval.temperature,
+        )
+        for index in range(min(len(prompts), config.eval.max_prompts or len(prompts)))
+    ]
+    await asyncio.gather(*(house.pool.dispatch(task) for task in tasks))
+    ends = time.monotonic() + config.train.step_timeout_s
+    while len(leader.evaluated) < len(tasks):
+        if time.monotonic() > ends:
+            raise StalledError(f"evaluation at step {step}: {len(leader.evaluated)} of {len(tasks)} groups ended in train.step_timeout_s")
+        await asyncio.sleep(0.05)
+    groups, leader.evaluated = leader.evaluated, []
+    rewards = [done.reward for group in groups for done in group.done if done.reward is not None]
+    mean = math.fsum(rewards) / len(rewards) if rewards else None
+    await house.producer.append(
+        events=[
+            event(
+                "evaluated",
+                step=step,
+                policy_version=policy_version,
+                dataset=config.data.eval_dataset,
+                num_rollouts=len(rewards),
+                num_failed=sum(len(group.failed) for group in groups),
+                reward_mean=mean,
+                reward_ci95=half_width(rewards),
+                weights_digest=await house.ranks.weights_digest(),
+            )
+        ]
+    )
+    return mean
+
+
+def half_width(values: list[float]) -> float | None:
+    """Half width of the normal 95 % interval of the mean, from the sample deviation; None below two values."""
+    if len(values) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return 1.96 * math.sqrt(variance / len(values))

@@ -1,0 +1,145 @@
+"""The parts of one running attempt: log writer, engines and workers, trainer ranks, opened in order and closed in reverse.
+
+ray -> log actor (the only writer) -> engines + workers (pool) and trainer ranks, side by side
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molt import environ, machine
+from molt.agents.load import load_agent
+from molt.config import Config
+from molt.learn.ranks import RankGroup
+from molt.log.actor import RaySink, start_log_actor, stop_log_actor
+from molt.log.producer import Producer
+from molt.log.reader import LogReader
+from molt.log.rows import event
+from molt.rollout.engine import EngineInfo
+from molt.rollout.pool import RolloutPool
+from molt.runs import RunDir
+from molt.settings import config_digest
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Shared memory of a local Ray session: token rows pass through it, weights do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """Everything that the driver of one attempt holds."""
+
+    config: Config
+    run: RunDir
+    attempt: int
+    producer: Producer
+    reader: LogReader
+    pool: RolloutPool
+    ranks: RankGroup
+    engines: list[EngineInfo]
+
+
+@asynccontextmanager
+async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callable[[str], None]) -> AsyncIterator[House]:
+    """Start the parts; on leaving, stop them in reverse, whatever happened. The log is closed last."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(ray_session(config))
+        attempt = run.begin_attempt()
+        say("starting the log writer")
+        log = start_log_actor(run.path, run=run.name, attempt=attempt, store=config.log.store)
+        stack.callback(stop_log_actor, log)
+        sink = RaySink(log)
+        pool = RolloutPool(config, sink=sink, producer_name=f"pool-{attempt}")
+        stack.push_async_callback(pool.stop)
+        say("starting engines, rollout workers and trainer ranks")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                engines = tasks.create_task(pool.start())
+                ranks = tasks.create_task(
+                    RankGroup.start(config, run_dir=run.path, run=run.name, attempt=attempt, log=log, num_steps=num_steps)
+                )
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        stack.push_async_callback(ranks.result().stop)
+        yield House(
+            config=config,
+            run=run,
+            attempt=attempt,
+            producer=Producer(sink, f"driver-{attempt}"),
+            reader=LogReader.open(run.path),
+            pool=pool,
+            ranks=ranks.result(),
+            engines=engines.result(),
+        )
+
+
+@contextmanager
+def ray_session(config: Config) -> Iterator[None]:
+    """Join the cluster of RAY_ADDRESS, or start a local one and end it on leaving. A session that is already there is used and left."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    environ.prepare()
+    address = environ.read("RAY_ADDRESS")
+    if address is not None:
+        ray.init(address=address, log_to_driver=False)
+    else:
+        ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def alongside(background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a coroutine beside the body; it is cancelled when the body ends, and the first of their errors is raised bare."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(background)
+            yield
+            task.cancel()
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error in a group that is no cancellation."""
+    for error in group.exceptions:
+        found = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
+        if not isinstance(found, asyncio.CancelledError):
+            return found
+    return group.exceptions[0]
+
+
+async def say_started(house: House, *, model_digest: str, num_steps: int, resumed_from_step: int | None, checkpoint: Path | None) -> None:
+    """Append attempt_started: all that is needed to say what ran."""
+    config = house.config
+    agent = load_agent(config.train.agent_path) if config.train.agent_path is not None else None
+    further = [] if config.train.agent_path is None else [Path(config.train.agent_path)]
+    started = event(
+        "attempt_started",
+        config=config.model_dump_json(),
+        config_digest=config_digest(config),
+        code_digest=machine.code_digest(*further),
+        agent_digest=None if agent is None else agent.digest,
+        packages=json.dumps(machine.packages(), sort_keys=True),
+        hardware=json.dumps(machine.hardware(), sort_keys=True),
+        seed=config.run.seed,
+        resumed_from_step=resumed_from_step,
+        resumed_from_checkpoint=None if checkpoint is None else checkpoint.name,
+        model_digest=model_digest,
+        num_steps=num_steps,
+        pid=os.getpid(),
+        host=platform.node(),
+    )
+    await house.producer.append(events=[started])

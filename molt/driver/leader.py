@@ -1,0 +1,377 @@
+"""The trainer's leader: it tails the log, decides on groups, keeps prompts in flight and plans each step.
+
+    feed (background)                                     the pipeline's loop
+    -----------------                                     -------------------
+    finished groups of the pool                           next_plan: waits for enough ready groups, writes the plan
+    -> their rows from the tail -> inbox -> decide        record: writes what the step did and what it consumed
+    capacity -> dispatch the next prompts
+    wakes on: a finished group, a plan, a new version     wakes on: the inbox changed
+
+Both run on one event loop, so the inbox needs no lock. Every wait has a limit that names what was waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from molt.admission.capacity import capacity
+from molt.admission.decide import AdmissionRule, GroupVerdict
+from molt.admission.inbox import Inbox
+from molt.admission.order import Place, PromptOrder
+from molt.admission.plan import StepPlan, plan_digest, plan_step, plan_to_json
+from molt.admission.recover import EVENT_KINDS, SEGMENT_COLUMNS, OpenMember, Standing, segment_rows, stand
+from molt.config import Config
+from molt.data.prompts import PromptSet
+from molt.driver.house import House
+from molt.errors import StalledError
+from molt.learn.result import StepResult
+from molt.log.rows import Consumption, Event, event
+from molt.rollout.tasks import FinishedGroup, GroupTask
+
+POLL_S = 0.02
+"""Longest pause between two looks at the pool."""
+DRAIN_S = 10.0
+"""Seconds that rollouts get to end when a run stops."""
+HEARTBEAT_S = 10.0
+"""Seconds of waiting after which the wait is said aloud."""
+
+
+class Leader:
+    """Owns the inbox and the cursor over prompts of one attempt."""
+
+    def __init__(self, config: Config, *, prompts: PromptSet, house: House, say: Callable[[str], None]) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.order = PromptOrder(num_prompts=len(prompts), seed=config.run.seed)
+        self.reader = house.reader
+        self.producer = house.producer
+        self.pool = house.pool
+        self.say = say
+        self.lsn_end = -1
+        """Largest lsn that the weights build on."""
+        self.saved_step: int | None = None
+        """Step of the newest checkpoint of this attempt."""
+        self.num_recorded = 0
+        """Steps trained or refused by this attempt."""
+        self.policy_version = 0
+        self.is_draining = False
+        """Set to dispatch nothing more."""
+        self.inbox = Inbox(
+            rule=AdmissionRule(
+                max_lag=config.max_lag,
+                group_size=config.rollout.n_samples_per_prompt,
+                drop_incomplete=config.admission.incomplete_groups == "drop",
+                filter_range=config.algo.reward.filter_range,
+            )
+        )
+        self.position = 0
+        self.num_positions = config.train.num_epochs * len(prompts) if config.train.num_steps is None else None
+        """Places in the order of prompts that may be dispatched; None is without end."""
+        self._segments = self.reader.tail("segments", [*SEGMENT_COLUMNS, "purpose"], after=-1)
+        self._changed = asyncio.Event()
+        self._wake = asyncio.Event()
+        self.evaluated: list[FinishedGroup] = []
+        """Finished groups of an evaluation, for whoever waits for them."""
+        self.num_groups_to_train = None if config.train.num_steps is None else config.train.num_steps * config.groups_per_step
+        """Groups that all steps together need; None is as many as there are prompts."""
+
+    # Where the run stands
+
+    def read_standing(self, from_step: int) -> Standing:
+        """Fill inbox and cursor from the log. A fresh run has an empty standing."""
+        columns = [name for name in SEGMENT_COLUMNS if name != "lsn"]
+        cut = self.reader.cut()
+        segments = cut.table("segments", ["lsn", *columns], where="purpose = 'train'").sort_by("lsn").to_pylist()
+        kinds = ", ".join(f"'{kind}'" for kind in EVENT_KINDS)
+        events = cut.table("events", ["lsn", "kind", "body"], where=f"kind in ({kinds})").sort_by("lsn").to_pylist()
+        standing = stand(segments, events, inbox=self.inbox, from_step=from_step, num_prompts=len(self.prompts))
+        self._segments = self.reader.tail("segments", [*SEGMENT_COLUMNS, "purpose"], after=self.inbox.cursor)
+        self.position = standing.position
+        return standing
+
+    async def redispatch(self, members: Sequence[OpenMember]) -> None:
+        """Send members of an earlier attempt again that neither finished nor failed; their lost try is an event."""
+        await self.producer.append(events=[_lost(member) for member in members])
+        by_group: dict[str, list[OpenMember]] = {}
+        for member in members:
+            by_group.setdefault(member.group_id, []).append(member)
+        await self._send(
+            [
+                self._task(
+                    group_id,
+                    self.order.place(group[0].epoch * len(self.prompts) + group[0].order_index),
+                    tuple(member.member for member in group),
+                    first_try=max(member.num_tries for member in group),
+                )
+                for group_id, group in by_group.items()
+            ]
+        )
+
+    # Background: rows in, prompts out
+
+    async def feed(self) -> None:
+        """Take in, decide and dispatch until cancelled. An error of the pool is raised here."""
+        await self._take_in()
+        while True:
+            await self._dispatch()
+            self._wake.clear()
+            finished = self.pool.ready()
+            for group in finished:
+                if group.group.purpose == "train":
+                    for failed in group.failed:
+                        self.inbox.fail(failed.group_id, failed.member)
+                else:
+                    self.evaluated.append(group)
+            if finished:
+                await self._take_in()
+                self._changed.set()
+                continue
+            try:
+                await asyncio.wait_for(self._wake.wait(), POLL_S)
+            except TimeoutError:
+                continue
+
+    async def _take_in(self) -> None:
+        rows = [row for row in self._segments.poll().to_pylist() if row.pop("purpose") == "train"]
+        self.inbox.take_in(segment_rows(rows))
+        dropped = self.inbox.decide(self.policy_version)
+        if dropped:
+            await self.producer.append(events=[self._decided(verdict) for verdict in dropped])
+
+    async def _dispatch(self) -> None:
+        if self.is_draining:
+            return
+        room = capacity(
+            max_lag=self.config.max_lag,
+            policy_version=self.policy_version,
+            groups_per_version=self.config.rollout.batch_size,
+            num_consumed=self.inbox.num_consumed,
+            num_running=self.inbox.num_running,
+        )
+        if self.num_groups_to_train is not None:
+            room = min(room, self.num_groups_to_train - self.inbox.num_consumed - self.inbox.num_running)
+        if self.num_positions is not None:
+            room = min(room, self.num_positions - self.position)
+        places = [self.order.place(self.position + i) for i in range(max(0, room))]
+        self.position += len(places)
+        members = tuple(range(self.config.rollout.n_samples_per_prompt))
+        await self._send([self._task(place.group_id, place, members) for place in places])
+
+    def _task(self, group_id: str, place: Place, members: tuple[int, ...], first_try: int = 0) -> GroupTask:
+        return GroupTask(
+            group_id=group_id,
+            prompt=self.prompts[place.prompt_index],
+            epoch=place.epoch,
+            order_index=place.order_index,
+            members=members,
+            group_size=self.config.rollout.n_samples_per_prompt,
+            first_try=first_try,
+        )
+
+    async def _send(self, tasks: Sequence[GroupTask]) -> None:
+        for task in tasks:
+            self.inbox.dispatch(task.group_id)
+        await asyncio.gather(*(self.pool.dispatch(task) for task in tasks))
+
+    # The pipeline's loop
+
+    @property
+    def is_exhausted(self) -> bool:
+        """No prompt is left to dispatch and none is running."""
+        no_more = self.is_draining or (self.num_positions is not None and self.position >= self.num_positions)
+        return no_more and not self.inbox.open
+
+    def serve(self, policy_version: int) -> None:
+        """Note that the engines serve a new version: more may be dispatched."""
+        self.policy_version = policy_version
+        self._wake.set()
+
+    async def next_plan(self, step: int, *, num_ranks: int, is_stopped: Callable[[], bool]) -> StepPlan | None:
+        """Wait for the groups of one step and write its plan; None when no prompt is left or the run is being stopped.
+
+        The last step of the last epoch takes what there is. Raises StalledError past train.step_timeout_s.
+        """
+        limit_s = self.config.train.step_timeout_s
+        began = said = time.monotonic()
+        while not is_stopped():
+            exhausted = self.is_exhausted
+            num_groups = self.config.groups_per_step
+            if exhausted:
+                num_groups = min(num_groups, len(self.inbox.ready))
+            if exhausted and num_groups == 0:
+                return None
+            segments, verdicts = self.inbox.pick(num_groups, self.policy_version)
+            if segments:
+                return await self._plan(step, segments, verdicts, num_ranks)
+            if verdicts:
+                await self.producer.append(events=[self._decided(verdict) for verdict in verdicts])
+            now = time.monotonic()
+            if now - began > limit_s:
+                await self._stalled(limit_s)
+            if now - said > HEARTBEAT_S:
+                said = now
+                self.say(f"{self.waiting_for()} for {now - began:.0f} s")
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), 0.5)
+            except TimeoutError:
+                continue
+        return None
+
+    def waiting_for(self) -> str:
+        """What the trainer waits for, in words."""
+        ready, need = len(self.inbox.ready), self.config.groups_per_step
+        return f"waiting for rollouts: {ready} of {need} groups ready, {len(self.inbox.open)} running; {self.pool.describe()}"
+
+    async def _stalled(self, limit_s: float) -> None:
+        what = self.waiting_for()
+        await self.producer.append(
+            events=[event("wait_ended_badly", what="rollouts", who="trainer", limit_s=limit_s, detail=self.pool.describe())]
+        )
+        raise StalledError(f"train.step_timeout_s={limit_s:g} passed while {what}; raise the limit or look at the suspect named here")
+
+    async def _plan(self, step: int, segments: list[Any], verdicts: list[GroupVerdict], num_ranks: int) -> StepPlan:
+        plan = plan_step(
+            segments,
+            step=step,
+            policy_version=self.policy_version,
+            seed=self.config.run.seed * 1_000_003 + step,
+            num_ranks=num_ranks,
+            micro_batch_tokens=self.config.train.micro_batch_tokens,
+            cursor=self.inbox.cursor,
+        )
+        await self.write_plan(plan, verdicts)
+        self._wake.set()
+        return plan
+
+    async def write_plan(self, plan: StepPlan, verdicts: Sequence[GroupVerdict] = ()) -> None:
+        """Append a plan and the admissions that it rests on, in one message."""
+        text = plan_to_json(plan)
+        planned = event(
+            "batch_planned",
+            step=plan.step,
+            policy_version=plan.policy_version,
+            plan=text,
+            plan_digest=plan_digest(text),
+            groups=sorted({row.group_id for row in plan.segments}),
+            num_segments=len(plan.segments),
+            num_rollouts=plan.num_rollouts,
+            n_sampled=plan.n_sampled,
+            seed=plan.seed,
+            cursor=plan.cursor,
+        )
+        await self.producer.append(events=[*(self._decided(verdict) for verdict in verdicts), planned])
+
+    async def record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
+        """Append what a step did: step_trained and its consumption in one message, or step_refused. The cursor goes with it."""
+        if result.refused is not None:
+            refused = event(
+                "step_refused",
+                step=plan.step,
+                policy_version=plan.policy_version,
+                reason=result.refused.reason.value,
+                error=result.refused.error,
+                n_sampled=plan.n_sampled,
+            )
+            ack = await self.producer.append(events=[refused])
+        else:
+            ack = await self.producer.append(events=[step_trained(result, wait_s=wait_s)], consumption=consumption(plan, result))
+        self.lsn_end = ack.lsn_last
+        self.num_recorded += 1
+
+    def figures(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> dict[str, Any]:
+        """What is shown of a step."""
+        lags = [plan.policy_version - row.version_min for row in plan.segments if row.version_min is not None]
+        return {
+            "step": plan.step,
+            "version": plan.policy_version,
+            "reward": result.reward_mean,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "kl": result.kl_mean,
+            "n_sampled": plan.n_sampled,
+            "n_kept": result.n_kept,
+            "lag": max(lags, default=0),
+            "ready": len(self.inbox.ready),
+            "running": len(self.inbox.open),
+            "train_s": result.train_s,
+            "log_s": result.log_s,
+            "wait_s": wait_s,
+            "refused": None if result.refused is None else result.refused.reason.value,
+        }
+
+    async def drain(self) -> None:
+        """Dispatch nothing more and end what runs: at the end of a run nothing does, at a stop it is cancelled with an event each."""
+        self.is_draining = True
+        await self.pool.drain(DRAIN_S)
+        await self._take_in()
+
+    def _decided(self, verdict: GroupVerdict) -> Event:
+        body = {name: value for name, value in asdict(verdict).items() if name not in ("group_id", "decision")}
+        return event(
+            "group_decided", group_id=verdict.group_id, policy_version=self.policy_version, decision=verdict.decision.value, **body
+        )
+
+
+def _lost(member: OpenMember) -> Event:
+    return event(
+        "rollout_failed",
+        rollout_id=f"{member.group_id}/{member.member}/{member.num_tries - 1}",
+        group_id=member.group_id,
+        member=member.member,
+        reason="attempt_lost",
+        error="the attempt ended while this rollout was in flight; it is generated again",
+        n_sampled=0,
+        num_tries=member.num_tries,
+        is_final=False,
+    )
+
+
+def step_trained(result: StepResult, *, wait_s: float) -> Event:
+    """The event of a step that was made."""
+    return event(
+        "step_trained",
+        step=result.step,
+        policy_version=result.policy_version,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        learning_rate=result.learning_rate,
+        n_sampled=result.n_sampled,
+        n_kept=result.n_kept,
+        reward_mean=result.reward_mean,
+        kl_mean=result.kl_mean,
+        entropy_mean=result.entropy_mean,
+        batch_digest=result.batch_digest,
+        loss_digest=result.loss_digest,
+        weights_digest=result.weights_digest,
+        metrics=json.dumps(result.metrics, sort_keys=True),
+        train_s=result.train_s,
+        log_s=result.log_s,
+        wait_s=wait_s,
+    )
+
+
+def consumption(plan: StepPlan, result: StepResult) -> list[Consumption]:
+    """One row for each segment of a step that was made."""
+    return [
+        Consumption(
+            step=plan.step,
+            segment_id=use.segment_id,
+            rollout_id=plan.segments[use.place].rollout_id,
+            group_id=plan.segments[use.place].group_id,
+            policy_version=plan.policy_version,
+            rank=use.rank,
+            micro_batch=use.micro_batch,
+            position=use.position,
+            n_sampled=use.n_sampled,
+            n_kept=use.n_kept,
+            lag=None if (oldest := plan.segments[use.place].version_min) is None else plan.policy_version - oldest,
+            cursor=plan.cursor,
+        )
+        for use in result.uses
+    ]

@@ -1,0 +1,100 @@
+"""Train a policy: agents roll out into the log, the trainer learns from the log, weights flow back.
+
+Copy this file and edit it: `molt train --pipeline my_rl.py ...` runs the copy.
+
+    prompts --> pool: workers run the agent on engines --> log --> leader: decides, plans --> ranks: read rows, train --> log
+                          ^                                                                       |
+                          '------------------------------ refit: new weights --------------------'
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from molt.view.panel import Progress, Stopper
+
+from molt.admission.plan import StepPlan
+from molt.config import Config
+from molt.data.prompts import PromptSet
+from molt.driver.evaluation import evaluate
+from molt.driver.house import House, alongside, open_house, say_started
+from molt.driver.leader import Leader
+from molt.driver.records import finish, save_checkpoint
+from molt.driver.refit import refit
+from molt.driver.versions import VersionClock
+from molt.errors import SettingError
+from molt.learn.result import StepResult
+from molt.runs import RunDir, create_run
+
+
+async def main(config: Config, *, resume: RunDir | None = None) -> int:
+    """Run all steps, or go on with a run from its newest checkpoint and its log. Returns the exit code."""
+    if config.data.prompt_dataset is None:
+        raise SettingError("data.prompt_dataset is missing; give a JSONL or Parquet file, or a data set folder, of prompts")
+    prompts = PromptSet.load(config.data.prompt_dataset, config.data)
+    num_steps = config.train.num_steps or math.ceil(config.train.num_epochs * len(prompts) / config.groups_per_step)
+    run = resume or create_run(config)
+    with Progress(config, run=run, num_steps=num_steps) as progress, Stopper(progress.note) as stopper:
+        async with open_house(config, run, num_steps=num_steps, say=progress.waiting) as house:
+            leader = Leader(config, prompts=prompts, house=house, say=progress.waiting)
+            async with finish(house, progress, leader):
+                step, clock = await take_up(house, leader, progress, num_steps)
+                async with alongside(leader.feed()):
+                    while step < num_steps and not stopper.is_draining:
+                        began = time.monotonic()
+                        progress.waiting(leader.waiting_for())
+                        plan = await leader.next_plan(step, num_ranks=config.fsdp.num_ranks, is_stopped=lambda: stopper.is_draining)
+                        if plan is None:
+                            break
+                        await train_step(house, leader, progress, plan, clock, wait_s=time.monotonic() - began)
+                        step += 1
+                        if config.eval.interval and step % config.eval.interval == 0:
+                            await evaluate(house, leader, step=step, policy_version=clock.version)
+                        if config.ckpt.save_interval and step % config.ckpt.save_interval == 0 and clock.is_boundary(step - 1):
+                            await save_checkpoint(house, leader, step=step, policy_version=clock.version)
+                    await leader.drain()
+                await save_checkpoint(house, leader, step=step, policy_version=clock.version, is_final=True)
+    return 0
+
+
+async def take_up(house: House, leader: Leader, progress: Progress, num_steps: int) -> tuple[int, VersionClock]:
+    """Stand where the log says that the run stands: load the newest checkpoint, train again what was planned after it, refit, and
+    send what was in flight once more. Nothing is generated twice. Returns the next step and the count of versions."""
+    checkpoint = house.ranks.newest_checkpoint()
+    position = None if checkpoint is None else await house.ranks.load(checkpoint)
+    step = 0 if position is None else position.step
+    clock = VersionClock.of(house.config, 0 if position is None else position.policy_version)
+    standing = leader.read_standing(from_step=step)
+    is_resumed = house.attempt > 1
+    await say_started(
+        house,
+        model_digest=house.engines[0].weights_digest,
+        num_steps=num_steps,
+        resumed_from_step=step if is_resumed else None,
+        checkpoint=checkpoint,
+    )
+    for plan in standing.plans:
+        progress.waiting(f"training step {plan.step} again from the log")
+        leader.policy_version = clock.version
+        await leader.write_plan(plan)
+        await train_step(house, leader, progress, plan, clock, wait_s=0.0, is_serving=False)
+        step = plan.step + 1
+    await refit(house, leader, policy_version=clock.version, step=step - 1)
+    await leader.redispatch(standing.open_members)
+    return step, clock
+
+
+async def train_step(
+    house: House, leader: Leader, progress: Progress, plan: StepPlan, clock: VersionClock, *, wait_s: float, is_serving: bool = True
+) -> StepResult:
+    """Train one plan, record it, and give the engines new weights when a version is complete."""
+    progress.waiting(f"training step {plan.step}")
+    result = await house.ranks.train(plan)
+    await leader.record(plan, result, wait_s=wait_s)
+    is_due = clock.tick(plan.step, is_trained=result.refused is None)
+    if is_due and is_serving:
+        progress.waiting(f"refit to version {clock.version}")
+        await refit(house, leader, policy_version=clock.version, step=plan.step)
+    progress.step(leader.figures(plan, result, wait_s=wait_s))
+    return result
