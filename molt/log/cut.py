@@ -1,0 +1,93 @@
+"""A consistent view of the log: versions of all tables and one lsn up to which every group is complete.
+
+    read the newest stamps, then open the newest versions      the stamps name the newest group g; groups before g are complete
+    g complete in what was opened?   yes: cut at its last lsn   no: cut before its first lsn, so that no effect lacks its cause
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lance
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from molt.errors import LogError
+from molt.log.batch import SegmentBatch, batch_of
+from molt.log.stamp import Stamp, newest_stamp
+from molt.schema import TABLES
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from molt.log.reader import SegmentIndex
+
+
+def cut_point(stamps: Mapping[str, Stamp], reached: Mapping[str, int]) -> int:
+    """Largest lsn of the newest complete group. stamps: newest of each table; reached: group that each opened version holds."""
+    newest = max(stamps.values(), key=lambda stamp: (stamp.group, stamp.marks is not None, stamp.intent is not None))
+    owed = [name for name in newest.intent or {} if reached[name] < newest.group]
+    is_headless = newest.marks is None and newest.kind == "group"
+    return newest.lsn_start - 1 if owed or is_headless else newest.lsn_end
+
+
+class Cut:
+    """Rows of all tables up to `lsn`; it keeps showing the same rows whatever is appended or compacted."""
+
+    def __init__(self, datasets: Mapping[str, lance.LanceDataset], lsn: int, newest_lsn: Mapping[str, int], index: SegmentIndex) -> None:
+        self.lsn = lsn
+        """Largest lsn in the cut; -1 when it is empty."""
+        self._datasets = dict(datasets)
+        self._newest_lsn = dict(newest_lsn)
+        self._index = index
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Version of each table."""
+        return {name: dataset.version for name, dataset in self._datasets.items()}
+
+    def dataset(self, name: str) -> lance.LanceDataset:
+        """The Lance data set of a table; rows past `lsn` are to be filtered out."""
+        return self._datasets[name]
+
+    def _bounded(self, name: str, where: str | None) -> str | None:
+        """The filter with the bound of the cut where the version may hold more."""
+        bound = f"lsn <= {self.lsn}" if self._newest_lsn[name] > self.lsn else None
+        parts = [f"({part})" for part in (where, bound) if part]
+        return " and ".join(parts) or None
+
+    def table(self, name: str, columns: Sequence[str] | None = None, where: str | None = None) -> pa.Table:
+        """Rows of a table in lsn order; `where` is an SQL expression that Lance pushes down."""
+        if name not in TABLES:
+            raise LogError(f"table={name!r} is not a table of the log; choose one of {', '.join(TABLES)}")
+        dataset = self._datasets[name]
+        wanted = [column for column in dataset.schema.names if column != "data"] if columns is None else list(columns)
+        read = wanted if "lsn" in wanted else [*wanted, "lsn"]
+        options: dict[str, Any] = {"blob_handling": "all_binary"} if "data" in wanted else {}
+        rows = dataset.to_table(columns=read, filter=self._bounded(name, where), **options)
+        order = rows["lsn"].combine_chunks() if rows["lsn"].num_chunks != 1 else rows["lsn"].chunk(0)
+        if len(rows) > 1 and not pc.all(pc.less(order[:-1], order[1:])).as_py():
+            rows = rows.sort_by("lsn")
+        return rows.select(wanted)
+
+    def segments(self, segment_ids: Sequence[str], verify: bool = True) -> SegmentBatch:
+        """Those segments in the order asked, each checked against its digest. LogError names a segment that is not in the cut."""
+        addresses = self._index.addresses(self._datasets["segments"], segment_ids, lsn_end=self.lsn)
+        return batch_of(self._datasets["segments"], addresses, segment_ids, verify=verify)
+
+    def connect(self) -> duckdb.DuckDBPyConnection:
+        """A DuckDB connection that knows the five tables as of this cut. Filters and projections are pushed down to Lance."""
+        import duckdb
+
+        connection = duckdb.connect()
+        for name, dataset in self._datasets.items():
+            connection.register(f"log_{name}", dataset)
+            bound = f" where lsn <= {self.lsn}" if self._newest_lsn[name] > self.lsn else ""
+            connection.execute(f'create temp view "{name}" as select * from "log_{name}"{bound}')
+        return connection
+
+
+def newest_stamps(datasets: Mapping[str, lance.LanceDataset]) -> dict[str, Stamp]:
+    """Newest stamp of each table."""
+    return {name: newest_stamp(dataset) for name, dataset in datasets.items()}

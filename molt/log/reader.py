@@ -1,0 +1,145 @@
+"""Reading the log while it is written: a tail per table, and cuts over all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from molt.errors import CorruptLogError, LogError
+from molt.log.crash import crashpoint
+from molt.log.cut import Cut, cut_point, newest_stamps
+from molt.log.descriptor import Descriptor, read_descriptor
+from molt.log.home import Home, find_home
+from molt.schema import TABLES
+
+
+class LogReader:
+    """Opens the tables of one log. Reads take no lock and disturb no writer."""
+
+    def __init__(self, home: Home, descriptor: Descriptor) -> None:
+        self.home = home
+        self.descriptor = descriptor
+        self.run = descriptor.run
+        self._datasets: dict[str, lance.LanceDataset] = {}
+        self._index = SegmentIndex()
+
+    @classmethod
+    def open(cls, run_dir: str | Path) -> LogReader:
+        """The reader of a run; LogError when there is no log, or one newer than this code."""
+        home = find_home(run_dir)
+        descriptor = None if home is None else read_descriptor(home)
+        if home is None or descriptor is None:
+            raise LogError(f"run={run_dir}: no log there; give the folder of a run")
+        return cls(home, descriptor)
+
+    def newest(self, table: str) -> lance.LanceDataset:
+        """The newest version of a table."""
+        held = self._datasets.get(table)
+        try:
+            if held is None:
+                held = lance.LanceDataset(self.home.table(table), storage_options=self.home.storage_options, session=self.home.session)
+            elif held.latest_version != held.version:
+                held = lance.LanceDataset(self.home.table(table), storage_options=self.home.storage_options, session=self.home.session)
+        except ValueError as error:
+            if "was not found" in str(error):
+                raise LogError(f"log={self.home.where}: table {table} does not exist yet; is the writer still starting?") from error
+            raise CorruptLogError(f"log={self.home.where}: table {table} cannot be opened; {error}; run molt fsck") from error
+        except OSError as error:
+            raise CorruptLogError(f"log={self.home.where}: table {table} cannot be opened; {error}; run molt fsck") from error
+        self._datasets[table] = held
+        return held
+
+    def cut(self, at: int | None = None) -> Cut:
+        """A consistent view: everything up to the newest complete group, or up to lsn `at`."""
+        stamps = newest_stamps({name: self.newest(name) for name in reversed(TABLES)})
+        datasets = {name: self.newest(name) for name in reversed(TABLES)}
+        opened = newest_stamps(datasets)
+        lsn = cut_point(stamps, {name: stamp.group for name, stamp in opened.items()})
+        if at is not None:
+            if at > lsn:
+                raise LogError(f"at={at}: the log reaches only to lsn {lsn}; give a smaller one")
+            lsn = at
+        return Cut({name: datasets[name] for name in TABLES}, lsn, {name: stamp.lsn_end for name, stamp in opened.items()}, self._index)
+
+    def tail(self, table: str, columns: Sequence[str] | None = None, after: int = -1) -> Tail:
+        """A cursor over the rows of a table past lsn `after`."""
+        return Tail(self, table, columns, after)
+
+
+class Tail:
+    """Rows as they arrive, each once, in lsn order, whatever is compacted meanwhile. Keep `after` to go on later."""
+
+    def __init__(self, reader: LogReader, table: str, columns: Sequence[str] | None, after: int) -> None:
+        self.after = after
+        """Largest lsn that was given out."""
+        self._reader = reader
+        self._table = table
+        self._columns = None if columns is None else list(columns)
+        self._seen_fragment = -1
+        self._seen_version = 0
+        self._next_row: int | None = None
+
+    def poll(self) -> pa.Table:
+        """Rows that came since the last poll; an empty table when none did."""
+        dataset = self._reader.newest(self._table)
+        names = dataset.schema.names if self._columns is None else self._columns
+        names = [name for name in names if name != "data"]
+        if dataset.version == self._seen_version:
+            return dataset.schema.empty_table().select(names) if self._table != "payloads" else pa.table({name: [] for name in names})
+        fresh = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id > self._seen_fragment]
+        read = names if "lsn" in names else [*names, "lsn"]
+        rows = dataset.scanner(columns=read, filter=f"lsn > {self.after}", fragments=fresh, with_row_id=True).to_table().sort_by("_rowid")
+        if len(rows):
+            self._check_order(rows)
+            self.after = rows["lsn"][-1].as_py()
+        self._seen_fragment = max((fragment.fragment_id for fragment in fresh), default=self._seen_fragment)
+        self._seen_version = dataset.version
+        crashpoint("reader.after_poll")
+        return rows.select(names)
+
+    def _check_order(self, rows: pa.Table) -> None:
+        """Row ids are dense and rise with lsn: a gap or a fall would be a lost or moved row."""
+        row_ids, lsn = np.asarray(rows["_rowid"]).astype(np.int64), np.asarray(rows["lsn"])
+        expected = row_ids[0] if self._next_row is None else self._next_row
+        if row_ids[0] != expected or (np.diff(row_ids) != 1).any() or (np.diff(lsn) <= 0).any():
+            raise CorruptLogError(
+                f"log={self._reader.home.where}: table {self._table}: rows after lsn {self.after} are not in one dense order; run molt verify"
+            )
+        self._next_row = int(row_ids[-1]) + 1
+
+
+class SegmentIndex:
+    """Row id of each segment, kept up to date from the fragments that are new."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._row_ids: dict[str, int] = {}
+        self._lsn_end = -1
+        self._seen_fragment = -1
+
+    def addresses(self, dataset: lance.LanceDataset, segment_ids: Sequence[str], *, lsn_end: int) -> list[int]:
+        """Stable row ids of the segments."""
+        with self._lock:
+            if any(name not in self._row_ids for name in segment_ids):
+                self._extend(dataset)
+            missing = [name for name in segment_ids if name not in self._row_ids]
+            if missing:
+                raise LogError(f"segment_id={missing[0]}: not in the log up to lsn {lsn_end} ({len(missing)} of {len(segment_ids)} missing)")
+            return [self._row_ids[name] for name in segment_ids]
+
+    def _extend(self, dataset: lance.LanceDataset) -> None:
+        fresh = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id > self._seen_fragment]
+        if not fresh:
+            return
+        rows = dataset.scanner(
+            columns=["segment_id", "lsn"], filter=f"lsn > {self._lsn_end}", fragments=fresh, with_row_id=True
+        ).to_table()
+        self._row_ids.update(zip(rows["segment_id"].to_pylist(), rows["_rowid"].to_pylist(), strict=True))
+        self._lsn_end = max(self._lsn_end, pc.max(rows["lsn"]).as_py() or -1)
+        self._seen_fragment = max(fragment.fragment_id for fragment in fresh)
