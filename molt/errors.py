@@ -42,6 +42,10 @@ class CorruptLogError(DataError):
     """A committed row or file of the log fails its digest or cannot be read."""
 
 
+class PromptTooLongError(DataError):
+    """A prompt leaves no room to sample below data.max_len; another try would end the same way."""
+
+
 class LogError(MoltError):
     """The log cannot take or give rows."""
 
