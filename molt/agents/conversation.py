@@ -1,9 +1,9 @@
 """The chat of one rollout, call by call: which ids the next call gets, and whether they continue the last ones.
 
-    messages the same as before + new ones, template appends ........ continues
-    messages the same, template drops or rewrites old turns ......... new segment, opened by the template
-    messages changed by the agent (a summary, an edit) .............. new segment, opened by compaction
-    messages go on from an earlier call ............................. new segment, opened by fork
+messages the same as before + new ones, template appends ........ continues
+messages the same, template drops or rewrites old turns ......... new segment, opened by the template
+messages changed by the agent (a summary, an edit) .............. new segment, opened by compaction
+messages go on from an earlier call ............................. new segment, opened by fork
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The agent runs in a task of its own, watched with rollout.timeout_s. What ends i
     terminated, agent ............ the agent said so
     max_turns, context ........... a limit of the policy's doing: Env.cut grades it
     timeout ...................... Env.cut grades what was earned; without earnings the rollout failed (agent_timeout)
-    failed ....................... agent_error, agent_timeout, engine_error, lineage_error, prompt_too_long: no reward at all
+    failed ....................... raised as AgentError, AgentTimeoutError, EngineError, LineageError, PromptTooLongError: never a reward
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import asyncio
 import contextlib
 import hashlib
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from molt.agents.render import ChatRenderer
 from molt.agents.segments import SegmentBuilder
 from molt.data.messages import Message
 from molt.data.prompts import Prompt
-from molt.errors import AgentError, AgentTimeoutError, EngineError, LineageError, MoltError
+from molt.errors import AgentError, AgentTimeoutError, EngineError, MoltError, PromptTooLongError
 from molt.log.rows import Payload, Segment
 from molt.rollout.engine import FinishReason, Generation, Sampling
 
@@ -41,16 +41,6 @@ MAX_CONTINUATIONS = 16
 """Times that one call is taken up again after the engine cut it."""
 CLOSE_TIMEOUT_S = 10.0
 """Longest wait for user code to clean up after itself."""
-
-
-class FailureReason(StrEnum):
-    """Why a rollout left no usable segment."""
-
-    AGENT_ERROR = "agent_error"
-    AGENT_TIMEOUT = "agent_timeout"
-    ENGINE_ERROR = "engine_error"
-    LINEAGE_ERROR = "lineage_error"
-    PROMPT_TOO_LONG = "prompt_too_long"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +59,8 @@ class EpisodeIds:
 
     group_id: str
     member: int
-    attempt: int
-    """Try of this member, from 0."""
+    try_number: int
+    """Tries of this member before this one."""
     group_size: int
     epoch: int
     engine: str
@@ -80,37 +70,24 @@ class EpisodeIds:
     @property
     def rollout_id(self) -> str:
         """Name of the rollout."""
-        return f"{self.group_id}/{self.member}/{self.attempt}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why an episode is not usable."""
-
-    reason: FailureReason
-    error: str
-    """Type and text of the error."""
-    is_retryable: bool
-    """Whether another try can come out differently."""
+        return f"{self.group_id}/{self.member}/{self.try_number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A finished rollout, or a failed one."""
+    """A finished rollout: at least one segment."""
 
-    segments: tuple[Segment, ...] = ()
-    payloads: tuple[Payload, ...] = ()
+    segments: tuple[Segment, ...]
+    payloads: tuple[Payload, ...]
     """Routed experts that the segments name."""
-    reward: float | None = None
+    reward: float | None
     """None: unscorable."""
-    outcome: float | None = None
-    stop_reason: StopReason | None = None
-    n_sampled: int = 0
-    """Tokens sampled, in a failed rollout too."""
-    num_turns: int = 0
-    wall_s: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    failure: Failure | None = None
+    outcome: float | None
+    stop_reason: StopReason
+    n_sampled: int
+    num_turns: int
+    wall_s: float
+    metrics: dict[str, float]
 
 
 class _LimitReached(BaseException):
@@ -180,9 +157,9 @@ class Policy:
         ids = self._ids
         parts: list[Generation] = []
         prompt_ids = prompt.token_ids.tolist()
-        for attempt in range(MAX_CONTINUATIONS):
+        for part_number in range(MAX_CONTINUATIONS):
             num_done = sum(len(part.token_ids) for part in parts)
-            request_id = f"{ids.rollout_id}/{self.num_turns}/{attempt}"
+            request_id = f"{ids.rollout_id}/{self.num_turns}/{part_number}"
             sampling = replace(self._sampling, max_new_tokens=budget - num_done, seed=call_seed(ids.seed, request_id))
             done_ids = [int(token_id) for part in parts for token_id in part.token_ids]
             part = await self._generate(request_id, prompt_ids + done_ids, sampling)
@@ -248,24 +225,34 @@ async def run_episode(
     sampling: Sampling,
     ids: EpisodeIds,
 ) -> Episode:
-    """Run one rollout to its end. Only cancellation is raised; everything else is an Episode, failed ones with their reason."""
+    """Run one rollout to its end.
+
+    Raises, when it leaves no usable segment: AgentError (user code raised, or broke the contract), AgentTimeoutError (time
+    ran out before anything was earned), EngineError, LineageError, PromptTooLongError. The first cause wins: an engine's error
+    that the agent swallowed is still raised. Cancellation passes through after the agent was closed.
+    """
     started_at = time.time()
-    clock = time.monotonic()
     policy = Policy(renderer, generate, limits, sampling, ids)
     progress = _Progress()
-    failure: Failure | None = None
     try:
         await _drive(runner, prompt, policy, progress, limits)
+    except MoltError as error:
+        raise policy.first_cause or error from error.__cause__
     except Exception as error:
-        failure = _failure(policy.first_cause or error)
-    if failure is None and policy.too_long is not None:
-        failure = Failure(reason=FailureReason.PROMPT_TOO_LONG, error=policy.too_long, is_retryable=False)
-    if failure is None and not policy.builder.segments:
-        failure = Failure(reason=FailureReason.AGENT_ERROR, error="the agent ended the rollout without a sampled token", is_retryable=True)
-    counts = {"n_sampled": policy.builder.num_sampled, "num_turns": policy.num_turns, "wall_s": time.monotonic() - clock}
-    if failure is not None:
-        return Episode(failure=failure, **counts)
-    return _finished(prompt, policy, progress, renderer, sampling, ids, started_at, counts)
+        raise policy.first_cause or AgentError(f"{type(error).__name__}: {error} ({_where(error)})") from error
+    if policy.first_cause is not None:
+        raise policy.first_cause
+    if policy.too_long is not None:
+        raise PromptTooLongError(policy.too_long)
+    if not policy.builder.segments:
+        raise AgentError("the agent ended the rollout without a sampled token; call the model at least once")
+    return _finished(prompt, policy, progress, renderer, sampling, ids, started_at)
+
+
+def _where(error: Exception) -> str:
+    """File and line at which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
 
 
 async def _drive(runner: AgentRunner, prompt: Prompt, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
@@ -337,12 +324,6 @@ async def _cancel(task: asyncio.Future) -> None:
     await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
 
 
-def _failure(error: Exception) -> Failure:
-    reasons = ((AgentTimeoutError, FailureReason.AGENT_TIMEOUT), (EngineError, FailureReason.ENGINE_ERROR), (LineageError, FailureReason.LINEAGE_ERROR))
-    reason = next((reason for kind, reason in reasons if isinstance(error, kind)), FailureReason.AGENT_ERROR)
-    return Failure(reason=reason, error=f"{type(error).__name__}: {error}", is_retryable=True)
-
-
 def _finished(
     prompt: Prompt,
     policy: Policy,
@@ -351,12 +332,13 @@ def _finished(
     sampling: Sampling,
     ids: EpisodeIds,
     started_at: float,
-    counts: dict,
 ) -> Episode:
     assert progress.stop_reason is not None and progress.last is not None, "a finished rollout has a result"
     is_cut = policy.last_finish is FinishReason.LENGTH
     is_terminated = progress.stop_reason is StopReason.TERMINATED
-    stop_reason = StopReason.MAX_TOKENS if is_cut and progress.stop_reason in (StopReason.TERMINATED, StopReason.AGENT) else progress.stop_reason
+    stop_reason = (
+        StopReason.MAX_TOKENS if is_cut and progress.stop_reason in (StopReason.TERMINATED, StopReason.AGENT) else progress.stop_reason
+    )
     reward = None if progress.unscorable else progress.earned
     payloads, segments = [], []
     finished_at = time.time()
@@ -400,5 +382,7 @@ def _finished(
         outcome=progress.outcome,
         stop_reason=stop_reason,
         metrics=progress.metrics,
-        **counts,
+        n_sampled=policy.builder.num_sampled,
+        num_turns=policy.num_turns,
+        wall_s=finished_at - started_at,
     )

@@ -196,7 +196,9 @@ class ChatRenderer:
             first = alone.index(words[0])
             lead = alone[_common_length(opening, alone) : first]
             if not text.endswith(lead, 0, start):
-                raise AgentError(f"the chat template rewrites the start of the tool call at messages[{place}]; give results as user messages")
+                raise AgentError(
+                    f"the chat template rewrites the start of the tool call at messages[{place}]; give results as user messages"
+                )
             start -= len(lead)
         return start, end + len(closing)
 

@@ -47,5 +47,7 @@ def _turn_range(renderer: ChatRenderer, messages: Sequence[Message], place: int,
     if renderer.turn_end and renderer.turn_end in closed[len(opening) :]:
         closed = closed[: closed.rindex(renderer.turn_end) + len(renderer.turn_end)]
     if not (text.startswith(opening) and text.startswith(closed)):
-        raise DataError(f"the chat template rewrites messages[{place}] once more messages follow; train the last turn alone, or use another template")
+        raise DataError(
+            f"the chat template rewrites messages[{place}] once more messages follow; train the last turn alone, or use another template"
+        )
     return len(opening), len(closed)
