@@ -19,7 +19,8 @@ from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, Rollou
 _MARGIN_S = 60.0
 """Beyond rollout.timeout_s: for the log's acknowledgement and a worker that is busy."""
 _START_LIMIT_S = 300.0
-_CANCEL_LIMIT_S = 10.0
+_CANCEL_LIMIT_S = 25.0
+_STOP_LIMIT_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +41,6 @@ class Crew:
         self._model_path = model_path
         self._stations: list[Station] = []
         self._engines: dict[str, EngineHandle] = {}
-        self._running: dict[str, Station] = {}
         self._places = asyncio.Semaphore(config.rollout.num_workers * config.rollout.max_concurrency)
         self._num_hired = 0
 
@@ -75,31 +75,29 @@ class Crew:
                 raise error.cause from error
             raise
 
-    async def run(self, task: RolloutTask, *, num_tries: int) -> RolloutDone | RolloutFailed:
+    async def run(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
         """Run one rollout. LogError when the log does not take its segments: that ends the run."""
         import ray
 
         async with self._places:
             station = min(self._stations, key=lambda item: item.num_running)
             station.num_running += 1
-            self._running[task.rollout_id] = station
             limit_s = self._config.rollout.timeout_s + _MARGIN_S
             try:
-                return await asyncio.wait_for(station.actor.run.remote(task, num_tries), limit_s)
+                return await asyncio.wait_for(station.actor.run.remote(task), limit_s)
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, LogError):
                     raise error.cause from error
-                return failed_rollout(task, num_tries, FailureReason.ATTEMPT_LOST, f"{type(error.cause).__name__}: {error.cause}")
+                return failed_rollout(task, FailureReason.ATTEMPT_LOST, f"{type(error.cause).__name__}: {error.cause}")
             except (ray.exceptions.RayError, TimeoutError) as error:
                 await self._replace(station)
                 said = f"no answer within {limit_s:g} s" if isinstance(error, TimeoutError) else type(error).__name__
-                return failed_rollout(task, num_tries, FailureReason.ATTEMPT_LOST, f"{station.name}: {said}")
+                return failed_rollout(task, FailureReason.ATTEMPT_LOST, f"{station.name}: {said}")
             finally:
                 station.num_running -= 1
-                self._running.pop(task.rollout_id, None)
 
-    async def cancel(self, task: RolloutTask) -> int:
-        """End a rollout whose `run` was cancelled; returns the tokens that it had sampled, 0 when nobody can say."""
+    async def cancel(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
+        """End a rollout whose `run` was cancelled, and say how it ended: done if it was already on its way into the log."""
         import ray
 
         for station in self._stations:
@@ -108,8 +106,8 @@ class Crew:
             except (ray.exceptions.RayError, TimeoutError):
                 continue
             if found is not None:
-                return int(found)
-        return 0
+                return found
+        return failed_rollout(task, FailureReason.CANCELLED, "the run stops", is_retryable=False)
 
     async def _replace(self, station: Station) -> None:
         """A new worker in place of one that is gone or hangs; several rollouts may notice, one replaces."""
@@ -132,7 +130,7 @@ class Crew:
 
         for station in self._stations:
             try:
-                await asyncio.wait_for(station.actor.stop.remote(), _CANCEL_LIMIT_S)
+                await asyncio.wait_for(station.actor.stop.remote(), _STOP_LIMIT_S)
             except (ray.exceptions.RayError, TimeoutError):
                 pass
             finally:

@@ -50,6 +50,7 @@ class EngineActor:
         self._num_in_flight = 0
         self._num_finished = 0
         self._is_paused = False
+        self._refusal: str | None = None
 
     async def start(self) -> EngineInfo:
         """Load the model."""
@@ -58,6 +59,8 @@ class EngineActor:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """One model call; it waits at the gate while a refit waits for others to end."""
         await self._gate.wait()
+        if self._refusal is not None:
+            raise EngineError(f"engine {self._spec.name} is out of service: {self._refusal}")
         self._num_in_flight += 1
         self._idle.clear()
         try:
@@ -82,8 +85,8 @@ class EngineActor:
         except TimeoutError as error:
             self._gate.set()
             raise EngineError(
-                f"engine {self._spec.name}: {self._num_in_flight} calls did not end within vllm.refit_timeout_s={self._spec.refit_timeout_s}; "
-                "raise it, or set train.partial_rollout_enable"
+                f"vllm.refit_timeout_s={self._spec.refit_timeout_s:g}, {self._num_in_flight} calls of engine {self._spec.name} "
+                "did not end within it; raise it, or set train.partial_rollout_enable"
             ) from error
         except BaseException:
             self._gate.set()
@@ -99,6 +102,13 @@ class EngineActor:
         """Go on."""
         await self._engine.resume()
         self._is_paused = False
+        self._refusal = None
+        self._gate.set()
+
+    async def refuse(self, why: str) -> None:
+        """End running calls as abort and refuse new ones until the next resume: its weights are not the run's."""
+        self._refusal = why
+        await self.pause("abort")
         self._gate.set()
 
     async def weights_digest(self) -> str:
@@ -182,6 +192,10 @@ class EngineHandle:
     async def resume(self) -> None:
         """Go on."""
         await self._ask("resume", self._actor.resume.remote(), _CONTROL_LIMIT_S)
+
+    async def refuse(self, why: str) -> None:
+        """Take no calls until the next resume."""
+        await self._ask("refuse", self._actor.refuse.remote(why), _CONTROL_LIMIT_S)
 
     async def weights_digest(self) -> str:
         """Digest over the tensors that it serves."""

@@ -130,11 +130,11 @@ class Fleet:
         )
 
     async def _end_stale(self, failed: dict[str, Exception]) -> None:
-        """Requests of engines that missed the refit end as abort, so that their rollouts are tried again elsewhere."""
+        """Engines that missed the refit end and refuse calls, so that their rollouts are tried again elsewhere."""
         for name in failed:
             await self.examine(name)
         stale = {name: self.berths[name].handle for name in failed if self.berths[name].death is None}
-        await self._each(stale, lambda handle: handle.pause("abort"))
+        await self._each(stale, lambda handle: handle.refuse(f"it missed a refit ({failed[handle.name]})"))
 
     async def _each(
         self, handles: dict[str, EngineHandle], ask: Callable[[EngineHandle], Awaitable[T]]

@@ -20,12 +20,12 @@ from typing import Any
 from molt.config import Config
 from molt.errors import EngineError, RefitError, StalledError
 from molt.log.producer import Producer
-from molt.log.rows import event
+from molt.log.rows import Event, event
 from molt.rollout.crew import Crew
 from molt.rollout.engine import EngineInfo, WeightSource
 from molt.rollout.fleet import Fleet
 from molt.rollout.spec import engine_specs
-from molt.rollout.tasks import FailureReason, FinishedGroup, GroupTask, RefitTimes, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
+from molt.rollout.tasks import FailureReason, FinishedGroup, GroupTask, RefitTimes, RolloutDone, RolloutFailed, RolloutTask
 
 _LOG = logging.getLogger(__name__)
 _CANCEL_S = 10.0
@@ -87,21 +87,19 @@ class RolloutPool:
             raise EngineError(f"group {group.group_id} is in flight already; dispatch it once")
         if self._is_draining:
             raise EngineError(f"group {group.group_id} was dispatched while the pool drains; dispatch before drain")
-        await self._producer.append(
-            events=[
-                event(
-                    "group_dispatched",
-                    group_id=group.group_id,
-                    policy_version=self.policy_version,
-                    epoch=group.epoch,
-                    order_index=group.order_index,
-                    prompt_index=group.prompt.prompt_index,
-                    prompt_id=group.prompt.prompt_id,
-                    group_size=group.group_size,
-                    members=list(group.members),
-                    purpose=group.purpose,
-                )
-            ]
+        await self._append(
+            event(
+                "group_dispatched",
+                group_id=group.group_id,
+                policy_version=self.policy_version,
+                epoch=group.epoch,
+                order_index=group.order_index,
+                prompt_index=group.prompt.prompt_index,
+                prompt_id=group.prompt.prompt_id,
+                group_size=group.group_size,
+                members=list(group.members),
+                purpose=group.purpose,
+            )
         )
         self._open[group.group_id] = set(group.members)
         self._tasks[group.group_id] = asyncio.create_task(self._supervise(group), name=f"group {group.group_id}")
@@ -152,12 +150,10 @@ class RolloutPool:
         return times
 
     async def _tell_refit_failed(self, source: WeightSource, step: int, failed: dict[str, str]) -> None:
-        await self._producer.append(
-            events=[
-                event("refit_failed", policy_version=source.policy_version, step=step, engine=name, error=error)
-                for name, error in failed.items()
-            ]
-        )
+        told = [
+            event("refit_failed", policy_version=source.policy_version, step=step, engine=name, error=text) for name, text in failed.items()
+        ]
+        await self._append(*told)
 
     async def drain(self, limit_s: float) -> int:
         """Take nothing new, let what runs end within limit_s, cancel the rest with an event each; returns groups cancelled."""
@@ -190,13 +186,6 @@ class RolloutPool:
             done = tuple(item for item in ended if isinstance(item, RolloutDone))
             failed = tuple(item for item in ended if isinstance(item, RolloutFailed))
             self._results.put_nowait(FinishedGroup(group=group, done=done, failed=failed))
-        except asyncio.CancelledError:
-            for member in sorted(self._open[group.group_id]):
-                never_ran = RolloutTask(group=group, member=member, try_number=group.first_try, engine="none")
-                await self._tell_failed(
-                    failed_rollout(never_ran, 0, FailureReason.CANCELLED, "the pool drained before it began"), is_final=False
-                )
-            raise
         except Exception as error:
             self._results.put_nowait(error)
         finally:
@@ -206,8 +195,8 @@ class RolloutPool:
     async def _run_member(self, group: GroupTask, member: int) -> RolloutDone | RolloutFailed:
         num_tries = self._config.rollout.num_tries
         for tried in range(1, num_tries + 1):
-            outcome = await self._try_once(group, member, tried)
-            is_final = isinstance(outcome, RolloutDone) or tried == num_tries or not outcome.reason.is_retried
+            outcome = await self._try_once(group, member, group.first_try + tried - 1)
+            is_final = isinstance(outcome, RolloutDone) or tried == num_tries or not outcome.is_retryable
             if isinstance(outcome, RolloutFailed):
                 await self._tell_failed(outcome, is_final=is_final)
             if is_final:
@@ -215,16 +204,15 @@ class RolloutPool:
                 return outcome
         raise AssertionError("rollout.num_tries is at least 1")
 
-    async def _try_once(self, group: GroupTask, member: int, tried: int) -> RolloutDone | RolloutFailed:
+    async def _try_once(self, group: GroupTask, member: int, try_number: int) -> RolloutDone | RolloutFailed:
         berth = self._fleet.take_berth()
-        task = RolloutTask(group=group, member=member, try_number=group.first_try + tried - 1, engine=berth.handle.name)
+        task = RolloutTask(group=group, member=member, try_number=try_number, engine=berth.handle.name)
         try:
-            outcome = await self._crew.run(task, num_tries=tried)
+            outcome = await self._crew.run(task)
         except asyncio.CancelledError:
-            n_sampled = await self._crew.cancel(task)
-            cancelled = failed_rollout(task, tried, FailureReason.CANCELLED, "the pool drained before it ended", n_sampled=n_sampled)
-            await self._tell_failed(cancelled, is_final=False)
-            self._open[group.group_id].discard(member)
+            outcome = await self._crew.cancel(task)
+            if isinstance(outcome, RolloutFailed):
+                await self._tell_failed(outcome, is_final=False)  # a resumed run tries it again
             raise
         finally:
             berth.num_rollouts -= 1
@@ -236,21 +224,28 @@ class RolloutPool:
         return outcome
 
     async def _tell_failed(self, outcome: RolloutFailed, *, is_final: bool) -> None:
-        await self._producer.append(
-            events=[
-                event(
-                    "rollout_failed",
-                    rollout_id=outcome.rollout_id,
-                    group_id=outcome.group_id,
-                    member=outcome.member,
-                    reason=str(outcome.reason),
-                    error=outcome.error,
-                    n_sampled=outcome.n_sampled,
-                    num_tries=outcome.num_tries,
-                    is_final=is_final,
-                )
-            ]
+        await self._append(
+            event(
+                "rollout_failed",
+                rollout_id=outcome.rollout_id,
+                group_id=outcome.group_id,
+                member=outcome.member,
+                reason=str(outcome.reason),
+                error=outcome.error,
+                n_sampled=outcome.n_sampled,
+                num_tries=outcome.num_tries,
+                is_final=is_final,
+            )
         )
+
+    async def _append(self, *events: Event) -> None:
+        """Append events; a caller that is cancelled meanwhile still waits for the acknowledgement, since a producer must know it."""
+        sending = asyncio.ensure_future(self._producer.append(events=events))
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            await asyncio.wait({sending})
+            raise
 
 
 async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, RolloutDone | RolloutFailed]]) -> list[RolloutDone | RolloutFailed]:

@@ -1,8 +1,7 @@
-"""What the pool, its workers and the driver hand to each other: tasks, outcomes, refit times, and the seed of each model call."""
+"""What the pool, its workers and the driver hand to each other: tasks, outcomes and refit times."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -18,16 +17,12 @@ class FailureReason(StrEnum):
     AGENT_TIMEOUT = "agent_timeout"
     ENGINE_ERROR = "engine_error"
     LINEAGE_ERROR = "lineage_error"
-    """Tokens without lineage: not tried again, since it would happen again."""
+    """Tokens without lineage would have reached the gradient."""
+    PROMPT_TOO_LONG = "prompt_too_long"
     ATTEMPT_LOST = "attempt_lost"
     """The process that ran it is gone."""
     CANCELLED = "cancelled"
     """The run ends."""
-
-    @property
-    def is_retried(self) -> bool:
-        """Whether another try may end differently."""
-        return self not in (FailureReason.LINEAGE_ERROR, FailureReason.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +92,9 @@ class RolloutFailed:
     n_sampled: int
     """Tokens that were sampled and are lost to training."""
     num_tries: int
+    """Tries made so far for this member, those of earlier attempts included."""
+    is_retryable: bool = True
+    """Whether another try may end differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +125,7 @@ class RefitTimes:
     """Engine to error; such an engine is out of service until it takes a later refit."""
 
 
-def failed_rollout(task: RolloutTask, num_tries: int, reason: FailureReason, error: str, *, n_sampled: int = 0) -> RolloutFailed:
+def failed_rollout(task: RolloutTask, reason: FailureReason, error: str, *, n_sampled: int = 0, is_retryable: bool = True) -> RolloutFailed:
     """The outcome of a try that left nothing."""
     return RolloutFailed(
         rollout_id=task.rollout_id,
@@ -137,11 +135,6 @@ def failed_rollout(task: RolloutTask, num_tries: int, reason: FailureReason, err
         reason=reason,
         error=error,
         n_sampled=n_sampled,
-        num_tries=num_tries,
+        num_tries=task.try_number + 1,
+        is_retryable=is_retryable,
     )
-
-
-def call_seed(run_seed: int, group_id: str, member: int, try_number: int, call: int) -> int:
-    """Seed of one model call, 0 <= seed < 2**62: distinct within a group, the same for any number of workers and engines."""
-    text = f"{run_seed}|{group_id}|{member}|{try_number}|{call}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2

@@ -2,49 +2,48 @@
 
 run(task) -> episode: agent <-> engine of the task, call by call -> segments -> one message to the log -> acknowledged -> RolloutDone
 whatever goes wrong on the way is a RolloutFailed with its kind; only a log that takes nothing is raised
+cancel(rollout) ends the episode; a rollout that is already on its way into the log ends as done
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from molt.agents.env import AgentRunner
-from molt.agents.episode import Episode, EpisodeIds, run_episode
+from molt.agents.episode import Episode, EpisodeIds, EpisodeLimits, run_episode
 from molt.agents.load import load_agent
 from molt.agents.render import ChatRenderer
 from molt.agents.tokenizer import Tokenizer
 from molt.config import Config
-from molt.errors import AgentError, AgentTimeoutError, EngineError, LineageError, LogError, SettingError
+from molt.errors import AgentTimeoutError, EngineError, LineageError, LogError, PromptTooLongError, SettingError
 from molt.log.producer import Producer
 from molt.rollout.engine import Engine, Generation, Sampling
-from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, call_seed, failed_rollout
+from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
 
-_MARGIN_S = 20.0
-"""Beyond rollout.timeout_s, in which the episode itself says that time is up."""
+_MARGIN_S = 30.0
+"""Beyond rollout.timeout_s, in which the episode itself says that time is up and closes what it opened."""
+_CANCEL_LIMIT_S = 20.0
+_REASONS = (
+    (AgentTimeoutError, FailureReason.AGENT_TIMEOUT),
+    (EngineError, FailureReason.ENGINE_ERROR),
+    (LineageError, FailureReason.LINEAGE_ERROR),
+    (PromptTooLongError, FailureReason.PROMPT_TOO_LONG),
+)
 
 
-class CallCounter:
-    """The engine as one rollout sees it: a seed for each call, ids of requests, and a count of what was sampled."""
+class CountedCalls:
+    """The engine as one rollout sees it, with a count of what was sampled so far."""
 
-    def __init__(self, engine: Engine, task: RolloutTask, run_seed: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._task = task
-        self._run_seed = run_seed
-        self.num_calls = 0
         self.n_sampled = 0
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
-        """One model call with the seed of its place in the rollout."""
-        group = self._task.group
-        seed = call_seed(self._run_seed, group.group_id, self._task.member, self._task.try_number, self.num_calls)
-        self.num_calls += 1
-        generation = await self._engine.generate(request_id, prompt_ids, replace(sampling, seed=seed))
+        """One model call."""
+        generation = await self._engine.generate(request_id, prompt_ids, sampling)
         self.n_sampled += len(generation.token_ids)
         return generation
 
@@ -56,11 +55,11 @@ class RolloutWorker:
         self._config = config
         self._engines = dict(engines)
         self._model_path = model_path or config.actor.model_name_or_path
-        self._producer = Producer(sink, f"{name}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
+        self._producer = Producer(sink, name)
         self._runner: AgentRunner | None = None
         self._renderer: ChatRenderer | None = None
-        self._calls: dict[str, CallCounter] = {}
-        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._episodes: dict[str, asyncio.Task[Episode]] = {}
+        self._ended: dict[str, asyncio.Future[RolloutDone | RolloutFailed]] = {}
 
     async def start(self) -> None:
         """Load agent, tokenizer and template."""
@@ -71,53 +70,78 @@ class RolloutWorker:
         self._renderer = ChatRenderer(tokenizer, tools=self._runner.tools, template_kwargs=self._runner.template_kwargs)
         await self._runner.start()
 
-    async def run(self, task: RolloutTask, num_tries: int) -> RolloutDone | RolloutFailed:
+    async def run(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
         """Run one rollout to its durable end. Raises LogError only."""
-        begin = time.time()
-        calls = CallCounter(self._engines[task.engine], task, self._config.run.seed)
-        self._calls[task.rollout_id] = calls
+        ended: asyncio.Future[RolloutDone | RolloutFailed] = asyncio.get_running_loop().create_future()
+        self._ended[task.rollout_id] = ended
+        calls = CountedCalls(self._engines[task.engine])
         try:
-            episode = await self._limited(task, calls)
-            await self._producer.append(segments=episode.segments, payloads=episode.payloads)
-        except (AgentTimeoutError, TimeoutError) as error:
-            return self._failed(task, num_tries, FailureReason.AGENT_TIMEOUT, error)
-        except EngineError as error:
-            return self._failed(task, num_tries, FailureReason.ENGINE_ERROR, error)
-        except LineageError as error:
-            return self._failed(task, num_tries, FailureReason.LINEAGE_ERROR, error)
+            outcome = await self._run(task, calls)
         except LogError:
+            ended.cancel()
             raise
-        except asyncio.CancelledError as error:
-            return self._failed(task, num_tries, FailureReason.CANCELLED, error)
         except Exception as error:
-            return self._failed(task, num_tries, FailureReason.AGENT_ERROR, error)
+            reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), FailureReason.AGENT_ERROR)
+            text = f"{type(error).__name__}: {error}"
+            is_retryable = reason is not FailureReason.PROMPT_TOO_LONG
+            outcome = failed_rollout(task, reason, text, n_sampled=calls.n_sampled, is_retryable=is_retryable)
         finally:
-            self._tasks.pop(task.rollout_id, None)
-        del self._calls[task.rollout_id]
-        return _done(task, episode, time.time() - begin)
+            del self._ended[task.rollout_id]
+            self._episodes.pop(task.rollout_id, None)
+        ended.set_result(outcome)
+        return outcome
 
-    async def _limited(self, task: RolloutTask, calls: CallCounter) -> Episode:
-        """The episode within rollout.timeout_s and a margin, as a task that `cancel` can end."""
+    async def _run(self, task: RolloutTask, calls: CountedCalls) -> RolloutDone | RolloutFailed:
+        begin = time.monotonic()
         running = asyncio.create_task(self._episode(task, calls), name=task.rollout_id)
-        self._tasks[task.rollout_id] = running
-        return await asyncio.wait_for(running, self._config.rollout.timeout_s + _MARGIN_S)
-
-    async def _episode(self, task: RolloutTask, calls: CallCounter) -> Episode:
-        raise AgentError("not joined yet")
-
-    def _failed(self, task: RolloutTask, num_tries: int, reason: FailureReason, error: BaseException) -> RolloutFailed:
-        calls = self._calls.pop(task.rollout_id)
-        text = f"{type(error).__name__}: {error}"
-        return failed_rollout(task, num_tries, reason, text, n_sampled=calls.n_sampled)
-
-    async def cancel(self, rollout_id: str) -> int | None:
-        """End a rollout; returns the tokens that it had sampled, None when it does not run here."""
-        calls, running = self._calls.get(rollout_id), self._tasks.get(rollout_id)
-        if calls is None:
-            return None
-        if running is not None:
+        self._episodes[task.rollout_id] = running
+        limit_s = self._config.rollout.timeout_s + _MARGIN_S
+        await asyncio.wait({running}, timeout=limit_s)
+        if not running.done():
             running.cancel()
-        return calls.n_sampled
+            said = f"the episode did not end {_MARGIN_S:g} s after rollout.timeout_s={self._config.rollout.timeout_s:g}"
+            return failed_rollout(task, FailureReason.AGENT_TIMEOUT, said, n_sampled=calls.n_sampled)
+        if running.cancelled():
+            return failed_rollout(task, FailureReason.CANCELLED, "the run stops", n_sampled=calls.n_sampled, is_retryable=False)
+        episode = running.result()
+        await self._producer.append(segments=episode.segments, payloads=episode.payloads)
+        return _done(task, episode, time.monotonic() - begin)
+
+    async def _episode(self, task: RolloutTask, calls: CountedCalls) -> Episode:
+        assert self._runner is not None and self._renderer is not None, "start comes before run"
+        group, settings = task.group, self._config.rollout
+        return await run_episode(
+            self._runner,
+            group.prompt,
+            calls.generate,
+            self._renderer,
+            limits=EpisodeLimits(max_turns=settings.max_turns, max_len=self._config.data.max_len, timeout_s=settings.timeout_s),
+            sampling=Sampling(
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature if group.temperature is None else group.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+            ),
+            ids=EpisodeIds(
+                group_id=group.group_id,
+                member=task.member,
+                try_number=task.try_number,
+                group_size=group.group_size,
+                epoch=group.epoch,
+                engine=task.engine,
+                purpose=group.purpose,
+                seed=self._config.run.seed,
+            ),
+        )
+
+    async def cancel(self, rollout_id: str) -> RolloutDone | RolloutFailed | None:
+        """End a rollout and say how it ended; None when it does not run here."""
+        ended = self._ended.get(rollout_id)
+        if ended is None:
+            return None
+        if rollout_id in self._episodes:
+            self._episodes[rollout_id].cancel()
+        return await asyncio.wait_for(asyncio.shield(ended), _CANCEL_LIMIT_S)
 
     async def stop(self) -> None:
         """Let the agent close what it opened."""
@@ -134,10 +158,10 @@ def _done(task: RolloutTask, episode: Episode, duration_s: float) -> RolloutDone
         member=task.member,
         engine=task.engine,
         num_segments=len(segments),
-        num_turns=sum(segment.num_turns for segment in segments),
+        num_turns=episode.num_turns,
         n_tokens=sum(segment.n_tokens for segment in segments),
         n_sampled=sum(segment.n_sampled for segment in segments),
-        reward=segments[0].reward if segments else None,
+        reward=episode.reward,
         version_min=min(versions, default=None),
         is_truncated=any(segment.is_truncated for segment in segments),
         duration_s=duration_s,

@@ -1,0 +1,241 @@
+"""The pool on real Ray actors, embedded engines and a real log: groups, failures, refits, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from molt.config import Config
+from molt.data.prompts import Prompt
+from molt.data.tiny import make_model
+from molt.errors import RefitError
+from molt.log.actor import RaySink, start_log_actor, stop_log_actor
+from molt.log.reader import LogReader
+from molt.rollout.pool import RolloutPool
+from molt.rollout.tasks import FailureReason, GroupTask
+from molt.rollout.weights import named_weights, write_weights
+
+pytestmark = pytest.mark.ray
+LIMIT_S = 60.0
+
+AGENT = """
+import asyncio
+import os
+import molt.agents as agents
+
+class Env(agents.Env):
+    async def step(self, action):
+        label = self.prompt.label
+        if label == "raise":
+            raise KeyError("no such thing")
+        if label == "hang":
+            await asyncio.sleep(1000)
+        if label == "die":
+            os._exit(9)
+        if label == "turns" and action.turn < 2:
+            return agents.Result(terminated=False, truncated=False, observation=agents.Observation.user("go on"))
+        return agents.Result(terminated=True, truncated=False, reward=float(len(action.token_ids)))
+
+class AgentRunner(agents.AgentRunner):
+    env = Env
+"""
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
+    return folder
+
+
+def settings(folder: Path, model: Path, **rooms: dict[str, object]) -> Config:
+    agent = folder / "agent.py"
+    agent.write_text(AGENT)
+    base: dict[str, dict[str, object]] = {
+        "actor": {"model_name_or_path": str(model)},
+        "data": {"max_len": 256},
+        "rollout": {"n_samples_per_prompt": 2, "max_new_tokens": 24, "timeout_s": 20.0},
+        "vllm": {"engine": "embedded", "num_engines": 1, "request_timeout_s": 10.0, "refit_timeout_s": 20.0},
+        "train": {"agent_path": str(agent), "batch_size": 2},
+    }
+    return Config.model_validate({room: {**base.get(room, {}), **rooms.get(room, {})} for room in {*base, *rooms}})
+
+
+class Rig:
+    """A pool and the log behind it."""
+
+    def __init__(self, pool: RolloutPool, folder: Path) -> None:
+        self.pool = pool
+        self.folder = folder
+
+    def rows(self, table: str, columns: list[str]) -> list[dict[str, object]]:
+        found: pa.Table = LogReader.open(self.folder / "run").cut().table(table, columns)
+        return found.to_pylist()
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        return [json.loads(str(row["body"])) for row in self.rows("events", ["kind", "body"]) if row["kind"] == kind]
+
+
+@asynccontextmanager
+async def rig(config: Config, folder: Path, run: str) -> AsyncIterator[Rig]:
+    log = start_log_actor(folder / "run", run=run, attempt=1, store="durable")
+    pool = RolloutPool(config, sink=RaySink(log))
+    try:
+        await pool.start()
+        yield Rig(pool, folder)
+    finally:
+        await pool.stop()
+        stop_log_actor(log)
+
+
+def group(index: int, label: str = "plain", *, size: int = 2, first_try: int = 0) -> GroupTask:
+    prompt = Prompt(prompt_id=f"id{index}", prompt_index=index, messages=({"role": "user", "content": f"{index}+1"},), label=label)
+    return GroupTask(
+        group_id=f"e0-p{index}", epoch=0, order_index=index, prompt=prompt, group_size=size, members=tuple(range(size)), first_try=first_try
+    )
+
+
+def new_weights(model: Path, folder: Path, version: int):
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.mul_(1.0 + 0.1 * version)
+    return write_weights(named_weights(loaded), policy_version=version, folder=folder)
+
+
+async def test_groups_end_with_their_segments_in_the_log(session: None, model: Path, tmp_path: Path) -> None:
+    async with rig(settings(tmp_path, model), tmp_path, "plain") as r:
+        for index in range(4):
+            await r.pool.dispatch(group(index, "turns" if index == 3 else "plain"))
+        ended = [await r.pool.next(LIMIT_S) for _ in range(4)]
+        assert r.pool.num_groups == 0
+        rows = r.rows("segments", ["rollout_id", "group_id", "n_sampled", "reward", "version_min", "num_turns"])
+    assert {item.group.group_id for item in ended} == {f"e0-p{index}" for index in range(4)}
+    assert sorted({str(row["rollout_id"]) for row in rows}) == sorted(f"e0-p{index}/{member}/0" for index in range(4) for member in (0, 1))
+    assert sum(done.n_sampled for item in ended for done in item.done) == sum(int(str(row["n_sampled"])) for row in rows)
+    assert {row["version_min"] for row in rows} == {0}
+    assert max(done.num_turns for item in ended for done in item.done) == 3
+    assert [body["group_id"] for body in r.events("group_dispatched")] == [f"e0-p{index}" for index in range(4)]
+
+
+async def test_members_of_a_group_differ_and_a_second_run_repeats_them(session: None, model: Path, tmp_path: Path) -> None:
+    texts = []
+    for number, workers in enumerate((1, 2)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        config = settings(folder, model, rollout={"num_workers": workers, "n_samples_per_prompt": 4})
+        async with rig(config, folder, f"seeds{number}") as r:
+            await r.pool.dispatch(group(0, size=4))
+            await r.pool.next(LIMIT_S)
+            rows = r.rows("segments", ["rollout_id", "token_ids"])
+            texts.append({str(row["rollout_id"]): tuple(row["token_ids"]) for row in rows})
+    assert len(set(texts[0].values())) == 4
+    assert texts[0] == texts[1]
+
+
+async def test_an_agent_that_raises_fails_its_rollouts_after_all_tries(session: None, model: Path, tmp_path: Path) -> None:
+    async with rig(settings(tmp_path, model), tmp_path, "raises") as r:
+        await r.pool.dispatch(group(0, "raise"))
+        ended = await r.pool.next(LIMIT_S)
+        events = r.events("rollout_failed")
+        assert r.rows("segments", ["rollout_id"]) == []
+    assert not ended.done and {item.reason for item in ended.failed} == {FailureReason.AGENT_ERROR}
+    assert "KeyError" in ended.failed[0].error
+    assert sorted((body["rollout_id"], body["num_tries"], body["is_final"]) for body in events) == [
+        ("e0-p0/0/0", 1, False), ("e0-p0/0/1", 2, True), ("e0-p0/1/0", 1, False), ("e0-p0/1/1", 2, True),
+    ]  # fmt: skip
+    assert all(int(str(body["n_sampled"])) > 0 for body in events)
+
+
+async def test_an_agent_that_hangs_is_ended_by_its_time(session: None, model: Path, tmp_path: Path) -> None:
+    async with rig(settings(tmp_path, model, rollout={"timeout_s": 1.0, "num_tries": 1}), tmp_path, "hangs") as r:
+        await r.pool.dispatch(group(0, "hang"))
+        await r.pool.dispatch(group(1))
+        ended = {item.group.group_id: item for item in [await r.pool.next(LIMIT_S), await r.pool.next(LIMIT_S)]}
+    assert {item.reason for item in ended["e0-p0"].failed} == {FailureReason.AGENT_TIMEOUT}
+    assert len(ended["e0-p1"].done) == 2
+
+
+async def test_a_worker_that_dies_loses_its_rollouts_to_a_new_one(session: None, model: Path, tmp_path: Path) -> None:
+    async with rig(settings(tmp_path, model), tmp_path, "dies") as r:
+        await r.pool.dispatch(group(0, "die"))
+        ended = await r.pool.next(LIMIT_S)
+        assert {item.reason for item in ended.failed} == {FailureReason.ATTEMPT_LOST}
+        await r.pool.dispatch(group(1))
+        assert len((await r.pool.next(LIMIT_S)).done) == 2
+
+
+async def test_a_refit_moves_the_version_of_later_tokens(session: None, model: Path, tmp_path: Path) -> None:
+    async with rig(settings(tmp_path, model, vllm={"num_engines": 2}), tmp_path, "refit") as r:
+        await r.pool.dispatch(group(0))
+        times = await r.pool.refit(new_weights(model, tmp_path, 1), step=0)
+        await r.pool.dispatch(group(1))
+        ended = {item.group.group_id: item for item in [await r.pool.next(LIMIT_S), await r.pool.next(LIMIT_S)]}
+        assert r.pool.policy_version == 1
+    assert {done.version_min for done in ended["e0-p1"].done} == {1}
+    assert set(times.engines.values()) == {times.weights_digest} and len(times.engines) == 2 and not times.failed
+
+
+async def test_a_refit_that_no_engine_takes_is_an_event_and_the_old_version_serves(session: None, model: Path, tmp_path: Path) -> None:
+    async with rig(settings(tmp_path, model), tmp_path, "bad") as r:
+        source = new_weights(model, tmp_path, 1)
+        Path(str(source.path)).write_bytes(b"nothing")
+        with pytest.raises(RefitError):
+            await r.pool.refit(source, step=3)
+        await r.pool.dispatch(group(0))
+        ended = await r.pool.next(LIMIT_S)
+        events = r.events("refit_failed")
+    assert {done.version_min for done in ended.done} == {0}
+    assert [(body["policy_version"], body["step"]) for body in events] == [(1, 3)]
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_engine_that_dies_or_hangs_is_noticed_and_its_rollouts_go_elsewhere(
+    session: None, model: Path, tmp_path: Path, fault: signal.Signals
+) -> None:
+    vllm = {"num_engines": 2, "request_timeout_s": 3.0}
+    rollout = {"max_new_tokens": 200, "n_samples_per_prompt": 8, "timeout_s": 50.0}
+    async with rig(settings(tmp_path, model, vllm=vllm, rollout=rollout), tmp_path, f"fault{int(fault)}") as r:
+        fleet = r.pool._fleet
+        pid = (await fleet.berths["embedded-0"].handle.health()).pid
+        await r.pool.dispatch(group(0, "turns", size=8))
+        await asyncio.sleep(0.15)
+        os.kill(pid, fault)
+        ended = await r.pool.next(LIMIT_S)
+        events = r.events("rollout_failed")
+    assert len(ended.done) == 8 and not ended.failed
+    assert {done.engine for done in ended.done} == {"embedded-1"} or {done.engine for done in ended.done} == {"embedded-0", "embedded-1"}
+    assert events and {body["reason"] for body in events} == {"engine_error"}
+    assert all("embedded-0" in str(body["error"]) and not body["is_final"] for body in events)
+    assert fleet.berths["embedded-0"].death is not None
+
+
+async def test_a_drain_cancels_what_does_not_end_and_says_so(session: None, model: Path, tmp_path: Path) -> None:
+    async with rig(settings(tmp_path, model), tmp_path, "drain") as r:
+        await r.pool.dispatch(group(0, "hang"))
+        await asyncio.sleep(1.0)
+        assert await r.pool.drain(0.5) == 1
+        events = r.events("rollout_failed")
+        assert r.pool.num_members == 0
+    assert {(body["reason"], body["is_final"]) for body in events} == {("cancelled", False)} and len(events) == 2
+    assert all(int(str(body["n_sampled"])) > 0 for body in events)
