@@ -31,13 +31,14 @@ def audit(run: Path, *, at: str | None = None, json: Switch = False) -> int:
     json
         Print JSON.
     """
-    from molt.audit.report import audit_run, print_report
+    from molt.audit.report import audit_run
+    from molt.view.audit import print_audit
 
-    report = audit_run(open_run(run), at=at)
+    report = audit_run(open_run(run).path, at=at)
     if json:
         emit_json(report.as_dict())
     else:
-        print_report(report)
+        print_audit(report)
     return 0 if report.is_well else 1
 
 
@@ -59,7 +60,7 @@ def sql(run: Path, question: str, *, at: str | None = None, limit: int = 1000, j
     """
     from molt.audit.ask import ask
 
-    answer = ask(open_run(run), question, at=at, limit=limit)
+    answer = ask(open_run(run).path, question, at=at, limit=limit)
     if json:
         emit_json({"columns": answer.columns, "rows": [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]})
     else:

@@ -21,16 +21,9 @@ def emit_json(data: Any) -> None:
 
 def emit_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
     """Print a table on stdout; every cell is made harmless for a terminal."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from molt.view.tables import print_table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_edge=False)
-    for name in columns:
-        table.add_column(Text(plain(name)), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(plain(_cell(value)), justify="right" if isinstance(value, int | float) else "left") for value in row))
-    _console(sys.stdout).print(table)
+    print_table(columns, rows, title=title)
 
 
 def emit_error(error: BaseException, *, as_json: bool = False) -> None:
@@ -38,37 +31,16 @@ def emit_error(error: BaseException, *, as_json: bool = False) -> None:
     if as_json:
         emit_json({"error": str(error), "type": type(error).__name__, "exit_code": getattr(error, "exit_code", 1)})
         return
-    from rich.panel import Panel
-    from rich.text import Text
+    from molt.view.tables import print_box
 
-    console = _console(sys.stderr)
     if environ.is_set("MOLT_TRACEBACK") or not isinstance(error, MoltError | OSError):
         traceback.print_exception(error)
-    text = Text(plain(error) or type(error).__name__)
-    console.print(Panel(text, title=Text(type(error).__name__), title_align="left", border_style="red"))
+    print_box(type(error).__name__, str(error) or type(error).__name__)
 
 
 def note(text: str) -> None:
     """Print one line on stderr."""
     print(plain(text), file=sys.stderr, flush=True)
-
-
-def _console(file: Any) -> Any:
-    from rich.console import Console
-
-    width = environ.read("COLUMNS")
-    wide = None if file.isatty() else int(width) if width and width.isdigit() else 160
-    return Console(file=file, width=wide, highlight=False, markup=False, emoji=False, soft_wrap=False)
-
-
-def _cell(value: Any) -> Any:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, bytes):
-        return value.hex()
-    return value
 
 
 def _jsonable(value: Any) -> Any:

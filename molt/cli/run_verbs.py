@@ -33,7 +33,7 @@ def status(run: Path, *, json: Switch = False) -> None:
     """
     from molt.audit.status import run_status
 
-    facts = run_status(open_run(run))
+    facts = run_status(open_run(run).path)
     if json:
         emit_json(facts)
     else:

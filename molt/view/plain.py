@@ -1,26 +1,19 @@
-"""Text from models, agents and files made harmless for a terminal: control, escape and direction characters become visible."""
+"""Text from models, agents and files made harmless for a terminal: escapes, controls and direction marks become visible."""
 
 from __future__ import annotations
-
-import unicodedata
 
 KEPT = frozenset("\t\n")
 """Control characters that pass."""
 
 
 def plain(text: object, *, limit: int | None = None) -> str:
-    """The text with every control, format and surrogate character written as an escape, cut to limit characters."""
+    """The text with every character that does not print written as an escape, cut to limit characters."""
     source = str(text)
     if limit is not None and len(source) > limit:
         source = source[: max(0, limit - 1)] + "…"
-    if source.isascii() and source.isprintable():
+    if source.isprintable():
         return source
-    return "".join(char if char in KEPT or not _is_hidden(char) else _escape(char) for char in source)
-
-
-def _is_hidden(char: str) -> bool:
-    """Category C: control, format (bidirectional marks among them), surrogate, private use, unassigned; and line separators."""
-    return unicodedata.category(char)[0] == "C" or unicodedata.category(char) in ("Zl", "Zp")
+    return "".join(char if char in KEPT or char.isprintable() else _escape(char) for char in source)
 
 
 def _escape(char: str) -> str:

@@ -1,0 +1,136 @@
+"""The train verb: what it refuses before anything is written, and Molt's published command line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from molt.cli import app, train_rl_ray
+
+PUBLISHED = """
+python3 -m molt.cli.train_rl_ray \
+  --actor.model_name_or_path {model} \
+  --data.prompt_dataset {prompts} \
+  --data.input_key input \
+  --train.agent_path {agent} \
+  --vllm.num_engines 2 \
+  --vllm.tensor_parallel_size 2 \
+  --rollout.batch_size 128 \
+  --train.batch_size 128 \
+  --train.micro_batch_size 1 \
+  --algo.advantage.estimator reinforce \
+  --algo.kl.init_coef 0 \
+  --fsdp.attn_implementation te \
+  --ckpt.output_dir ./ckpt/rl
+"""
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> dict[str, str]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
+    (tmp_path / "agent.py").write_text("from molt.agents.env import AgentRunner\n")
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1", "label": "2"}\n')
+    return {"model": str(model), "agent": str(tmp_path / "agent.py"), "prompts": str(tmp_path / "prompts.jsonl")}
+
+
+def flags(inputs: dict[str, str], *more: str) -> list[str]:
+    given = {"--actor.model_name_or_path": "model", "--data.prompt_dataset": "prompts", "--train.agent_path": "agent"}
+    return [word for name, key in given.items() if key in inputs for word in (name, inputs[key])] + list(more)
+
+
+def test_published_command_line_parses_as_written(inputs, capsys) -> None:
+    words = shlex.split(PUBLISHED.format(**inputs))[3:]
+    assert train_rl_ray.main([*words, "--dry-run", "--json"]) == 0
+    printed = capsys.readouterr()
+    config = json.loads(printed.out)["config"]
+    assert (config["vllm"]["num_engines"], config["vllm"]["tensor_parallel_size"]) == (2, 2)
+    assert (config["rollout"]["batch_size"], config["train"]["batch_size"]) == (128, 128)
+    assert (config["fsdp"]["attn_implementation"], config["ckpt"]["output_dir"]) == ("te", "./ckpt/rl")
+    assert "--algo.kl.init_coef is --algo.kl.coef now" in printed.err
+    assert "--train.micro_batch_size does nothing here" in printed.err
+
+
+def test_dry_run_writes_nothing_and_says_so(molt, inputs, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    said = molt("train", "--dry-run", *flags(inputs))
+    assert said.code == 0
+    assert "1 prompts" in said.err
+    assert "nothing was written" in said.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ("model", "actor.model_name_or_path is not given"),
+        ("agent", "train.agent_path is not given"),
+        ("prompts", "data.prompt_dataset is not given"),
+    ],
+)
+def test_missing_input_is_named(molt, inputs, missing, text) -> None:
+    del inputs[missing]
+    said = molt("train", *flags(inputs))
+    assert said.code == 2
+    assert text in said.err
+
+
+def test_agent_file_that_is_not_there_is_named(molt, inputs) -> None:
+    said = molt("train", *flags(inputs | {"agent": "no/such/agent.py"}))
+    assert said.code == 2
+    assert "train.agent_path=no/such/agent.py, no such file" in said.err
+
+
+def test_model_without_tokenizer_is_named(molt, inputs) -> None:
+    (Path(inputs["model"]) / "tokenizer.json").unlink()
+    said = molt("train", *flags(inputs))
+    assert said.code == 2
+    assert "it holds no tokenizer" in said.err
+
+
+def test_malformed_prompts_are_found_by_the_dry_run(molt, inputs) -> None:
+    Path(inputs["prompts"]).write_text('{"input": "1+1", "label": "2"}\n{"input": \n')
+    said = molt("train", "--dry-run", *flags(inputs))
+    assert said.code == 2
+    assert "prompts.jsonl:2" in said.err.replace("\n", "").replace("│", "").replace(" ", "")
+
+
+def test_unknown_pipeline_lists_the_known(molt, inputs) -> None:
+    said = molt("train", "--pipeline", "nothing", *flags(inputs))
+    assert said.code == 2
+    assert "pipeline=nothing, no such file" in said.err
+
+
+def test_pipeline_copy_gets_the_resolved_settings(inputs, tmp_path, monkeypatch, capsys) -> None:
+    copy = tmp_path / "mine.py"
+    copy.write_text(
+        "from molt.errors import StalledError\n\n\n"
+        "async def main(config, *, resume=None):\n"
+        "    print('got', config.rollout.batch_size, resume)\n"
+        "    raise StalledError('rollouts=0 in 5 s, engine vllm-0 is silent; look at its log')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code = app.run(["train", "--pipeline", str(copy), *flags(inputs), "--rollout.batch_size", "16"])
+    printed = capsys.readouterr()
+    assert code == 3, "a stalled run has its own exit code"
+    assert "got 16 None" in printed.out
+    assert "engine vllm-0 is silent" in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_resume_takes_the_settings_of_the_run(inputs, tmp_path, monkeypatch, capsys) -> None:
+    from molt.runs import create_run
+    from molt.settings import resolve
+
+    run = create_run(resolve([], flags(inputs, "--run.dir", str(tmp_path / "runs"), "--run.name", "r", "--rollout.top_k", "9")))
+    copy = tmp_path / "mine.py"
+    copy.write_text("def main(config, *, resume=None):\n    print('got', config.rollout.top_k, config.rollout.top_p, resume.name)\n")
+    assert app.run(["train", "--resume", str(run.path), "--pipeline", str(copy), "--rollout.top_p", "0.5"]) == 0
+    assert "got 9 0.5 r" in capsys.readouterr().out
+    assert app.run(["train", "--resume", str(run.path), "--config", "x.toml"]) == 2

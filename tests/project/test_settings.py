@@ -1,0 +1,176 @@
+"""Settings: layers, flags, unknown and renamed keys, and rules between settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from molt.config import Config
+from molt.errors import SettingError
+from molt.settings import RENAMED, check, config_digest, dump_toml, field_types, flatten, parse_flags, resolve
+from molt.settings_docs import describe
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(*flags: str) -> str:
+    with pytest.raises(SettingError) as caught:
+        check(resolve([], flags))
+    return str(caught.value)
+
+
+def test_later_file_and_then_flag_win(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.toml", "[actor]\nlearning_rate = 1e-5\nmax_grad_norm = 2.0\n[rollout]\ntop_k = 5\n")
+    second = write(tmp_path / "b.toml", "[actor]\nlearning_rate = 2e-5\n")
+    config = resolve([first, second], ["--rollout.top_k", "7"])
+    assert (config.actor.learning_rate, config.actor.max_grad_norm, config.rollout.top_k) == (2e-5, 2.0, 7)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rollout.max_new_tokens", "32"],
+        ["--rollout.max-new-tokens", "32"],
+        ["--rollout.max_new_tokens=32"],
+        ["--rollout.max-new-tokens=32"],
+    ],
+)
+def test_flag_takes_dashes_underscores_and_equals(flags: list[str]) -> None:
+    assert resolve([], flags).rollout.max_new_tokens == 32
+
+
+def test_flag_values_follow_the_type_of_the_setting() -> None:
+    flags = [
+        "--train.partial_rollout_enable",
+        "--run.name",
+        "7",
+        "--algo.kl.target",
+        "none",
+        "--eval.temperature",
+        "0",
+        "--vllm.sleep_level",
+        "2",
+    ]
+    assert parse_flags(flags) == {
+        "train.partial_rollout_enable": True,
+        "run.name": "7",
+        "algo.kl.target": None,
+        "eval.temperature": 0,
+        "vllm.sleep_level": 2,
+    }
+
+
+@pytest.mark.parametrize("words", [["0.5", "5.0"], ["0.5,5.0"], ["[0.5, 5.0]"]])
+def test_band_takes_two_values(words: list[str]) -> None:
+    assert resolve([], ["--algo.advantage.is_correction_threshold", *words]).algo.advantage.is_correction_threshold == (0.5, 5.0)
+
+
+def test_single_value_of_a_band_is_its_upper_end() -> None:
+    assert resolve([], ["--algo.advantage.is_correction_threshold", "2"]).algo.advantage.is_correction_threshold == (None, 2.0)
+
+
+def test_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", "[actor]\nlearnin_rate = 1e-5\n")
+    with pytest.raises(SettingError, match=r"actor\.learnin_rate in .*a\.toml, .* did you mean actor\.learning_rate\?"):
+        resolve([path])
+
+
+def test_unknown_flag_suggests_the_nearest() -> None:
+    with pytest.raises(SettingError, match=r"did you mean actor\.model_name_or_path\?"):
+        resolve([], ["--actr.model", "x"])
+
+
+def test_flag_without_value_and_flag_with_too_many() -> None:
+    assert "has no value" in refused("--actor.learning_rate")
+    assert "takes one value, got 2" in refused("--run.name", "a", "b")
+    assert "is a group of settings" in refused("--actor", "x")
+    assert "is not a setting" in refused("stray")
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_renamed_key_fails_with_the_new_name(old: str) -> None:
+    assert RENAMED[old] in field_types()
+    assert old not in field_types()
+    with pytest.raises(SettingError, match=f"write {RENAMED[old]}"):
+        resolve([], [f"--{old}", "1"])
+
+
+def test_wrong_values_are_all_told_with_their_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", "[actor]\ndtype = 'int8'\nlearning_rate = -1\n")
+    with pytest.raises(SettingError) as caught:
+        resolve([path])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert all(str(path) in line for line in lines)
+    assert lines[0].startswith("actor.dtype='int8'")
+
+
+def test_broken_or_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"missing\.toml, No such file"):
+        resolve([tmp_path / "missing.toml"])
+    with pytest.raises(SettingError, match=r"a\.toml, .*line 1"):
+        resolve([write(tmp_path / "a.toml", "= 3")])
+
+
+def test_resolved_settings_survive_their_own_toml(tmp_path: Path) -> None:
+    flags = ["--algo.advantage.is_correction_level", "token", "--algo.advantage.is_correction_threshold", "none", "2", "--run.name", "r"]
+    config = resolve([], flags)
+    again = resolve([write(tmp_path / "c.toml", dump_toml(config))])
+    assert again == config
+    assert config_digest(again) == config_digest(config)
+    check(again)
+
+
+def test_defaults_are_in_order() -> None:
+    check(Config())
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--train.batch_size", "7", "--rollout.n_samples_per_prompt", "2"], "train.batch_size=7 needs to be a multiple of"),
+        (
+            ["--rollout.batch_size", "3", "--train.batch_size", "8", "--rollout.n_samples_per_prompt", "4"],
+            "rollout.batch_size=3 groups of 4",
+        ),
+        (["--train.micro_batch_tokens", "100"], "train.micro_batch_tokens=100 needs at least data.max_len=4096"),
+        (["--rollout.max_new_tokens", "4096"], "leaves no room for a prompt"),
+        (["--algo.advantage.estimator", "grpo"], "compares the rollouts of a group"),
+        (
+            ["--admission.max_lag", "0", "--train.async_queue_size", "2"],
+            "admission.max_lag=0 needs train.async_queue_size=0 or less, got 2",
+        ),
+        (["--train.partial_rollout_enable"], "mixes policy versions inside a rollout, got algo.advantage.is_correction_level=off"),
+        (
+            ["--train.partial_rollout_enable", "--train.async_queue_size", "0", "--algo.advantage.is_correction_level", "token"],
+            "nothing is in flight at a refit",
+        ),
+        (["--algo.advantage.is_correction_mode", "clip"], "does nothing with algo.advantage.is_correction_level=off"),
+        (["--critic.learning_rate", "1"], "critic.learning_rate=1.0 does nothing"),
+        (["--reference.model_name_or_path", "x"], "reference.model_name_or_path=x does nothing"),
+        (["--algo.kl.use", "reward"], "algo.kl.use=reward does nothing with algo.kl.coef=0"),
+        (["--eval.interval", "2"], "eval.interval=2 needs data.eval_dataset"),
+        (["--eval.max_prompts", "2"], "eval.max_prompts=2 does nothing"),
+        (["--vllm.engine", "embedded", "--vllm.tensor_parallel_size", "2"], "does nothing with vllm.engine=embedded"),
+        (["--vllm.kv_on_refit", "keep"], "does nothing with train.partial_rollout_enable=false"),
+        (["--fsdp.tp_size", "2"], "fsdp.num_ranks=1 needs to be a multiple of fsdp.tp_size=2"),
+        (["--fsdp.ep_size", "2"], "fsdp.ep_size=2 needs to divide fsdp.num_ranks=1"),
+        (["--fsdp.cp_size", "2", "--fsdp.num_ranks", "2", "--actor.implementation", "hf"], "needs actor.implementation=automodel"),
+        (["--fsdp.attn_implementation", "te", "--actor.implementation", "hf"], "fsdp.attn_implementation=te needs"),
+        (["--actor.min_learning_rate", "1", "--actor.schedule", "linear"], "is above actor.learning_rate"),
+    ],
+)
+def test_settings_that_contradict_or_do_nothing_are_refused(flags: list[str], text: str) -> None:
+    message = refused(*flags)
+    assert text in message
+    assert message.count("\n") == 0, "one fault is one line"
+
+
+def test_every_setting_is_described_once() -> None:
+    documented = describe()
+    assert [entry.key for entry in documented] == list(field_types())
+    assert list(flatten(Config())) == list(field_types())
