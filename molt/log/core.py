@@ -49,6 +49,7 @@ class LogCore:
             self.state = LogState()
             self.pending: Pending | None = None
             self._open(attempt)
+            self._known_payloads: set[str] | None = None
         except BaseException:
             self.lease.release()
             raise
@@ -147,13 +148,15 @@ class LogCore:
             if fragments:
                 self._sync(self.tables[name], fragments)
         crashpoint("writer.after_sync")
-        self._decide(written, {name: sum(map(len, batches)) for name, batches in rows.items()}, marks, lsn)
+        self._decide(written, rows, marks, lsn)
         crashpoint("writer.after_head")
         self.roll_forward()
         return self.state.lsn_end
 
     def _write(self, rows: dict[str, list[pa.RecordBatch]]) -> tuple[dict[str, list[FragmentMetadata]], int]:
         lsn = self.state.lsn_end
+        if rows.get("payloads"):
+            rows["payloads"] = self._fresh_payloads(rows["payloads"])
         written: dict[str, list[FragmentMetadata]] = {}
         for name in TABLES:
             if not rows.get(name):
@@ -169,13 +172,17 @@ class LogCore:
         return (written or {"events": []}), lsn
 
     def _decide(
-        self, written: dict[str, list[FragmentMetadata]], counts: dict[str, int], marks: dict[str, tuple[int, str]], lsn: int
+        self,
+        written: dict[str, list[FragmentMetadata]],
+        rows: dict[str, list[pa.RecordBatch]],
+        marks: dict[str, tuple[int, str]],
+        lsn: int,
     ) -> None:
         """Commit the head, after which the group is a fact."""
         state = self.state
         names = list(written)
         head, rest = names[0], names[1:]
-        rows_end = {name: state.rows_end[name] + counts.get(name, 0) for name in names}
+        rows_end = {name: state.rows_end[name] + sum(map(len, rows.get(name, []))) for name in names}
         intent = {
             name: {"fragments": [fragment.to_json() for fragment in written[name]], "rows_end": rows_end[name]} for name in rest
         }
@@ -191,10 +198,28 @@ class LogCore:
             intent=intent or None,
         )
         self.tables[head].commit(written[head], stamp)
+        if self._known_payloads is not None:
+            self._known_payloads.update(name for batch in rows.get("payloads", []) for name in batch["payload_digest"].to_pylist())
         state.group, state.lsn_end, state.marks = stamp.group, lsn, dict(stamp.marks or {})
         state.rows_end[head] = rows_end[head]
         self.pending = Pending(stamp=stamp, rest={name: (written[name], rows_end[name]) for name in rest})
         self._sync(self.tables[head], [])
+
+    def _fresh_payloads(self, batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+        """The payloads that the log does not hold yet, each once."""
+        if self._known_payloads is None:
+            held = self.tables["payloads"].dataset.to_table(columns=["payload_digest"])
+            self._known_payloads = set(held["payload_digest"].to_pylist())
+        seen = set(self._known_payloads)
+        fresh = []
+        for batch in batches:
+            keep = []
+            for name in batch["payload_digest"].to_pylist():
+                keep.append(name not in seen)
+                seen.add(name)
+            if any(keep):
+                fresh.append(batch.filter(pa.array(keep)))
+        return fresh
 
     def close(self) -> None:
         """Give the lease back."""

@@ -46,8 +46,6 @@ class UpkeepSettings(Room):
     """Bytes of a compacted fragment: bounds the memory of a compaction."""
     session_bytes: int = Field(gt=0)
     """Caches of one Lance session."""
-    every_s: float = Field(ge=0)
-    """Least time between two rounds of upkeep."""
 
 
 class CodecSettings(Room):

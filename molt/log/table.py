@@ -86,6 +86,8 @@ class LogTable:
         self.schema = lance_schema(name, codec)
         self.uri = home.table(name)
         self._dataset: lance.LanceDataset | None = None
+        self.num_fragments = 0
+        """Live fragments."""
 
     @property
     def dataset(self) -> lance.LanceDataset:
@@ -101,6 +103,7 @@ class LogTable:
             if "was not found" in str(error):
                 return False
             raise
+        self.num_fragments = len(self.dataset.get_fragments())
         return True
 
     def create(self, stamp: Stamp) -> None:
@@ -141,6 +144,7 @@ class LogTable:
             )
         except Exception as error:
             self._resolve(error, fence, transaction)
+        self.num_fragments += len(fragments)
 
     def _resolve(self, error: Exception, fence: Fence, transaction: Transaction) -> None:
         """Read back what the failed commit did: done, not done, or another writer's."""

@@ -23,7 +23,9 @@ from molt.log.core import LogCore, open_core
 from molt.log.crash import crashpoint
 from molt.log.inbox import Entry, Inbox, gap_error
 from molt.log.message import Ack, Message, message_digest
+from molt.log.rows import Event, event, to_arrow
 from molt.log.store import Store, load_store
+from molt.log.upkeep import Upkeep
 
 
 class LogWriter:
@@ -34,6 +36,9 @@ class LogWriter:
         self._store = core.store
         self._lock = threading.Condition()
         self._inbox = Inbox(core.state.marks, max_bytes=core.store.queue.max_bytes, read_back=self._read_back)
+        self._upkeep = Upkeep(core)
+        self._own_name = f"log.{core.state.epoch}"
+        self._own_seq = 0
         self._is_flushing = False
         self._is_closing = False
         self._is_stopped = False
@@ -137,6 +142,7 @@ class LogWriter:
                 return
             try:
                 self._commit(group)
+                self._keep_up()
             except (LogFullError, FencedError, LogError) as error:
                 self._fail(group, error, is_fatal=isinstance(error, FencedError))
             except Exception as error:  # the writer must not die in silence: whoever waits learns why
@@ -198,6 +204,25 @@ class LogWriter:
         for entry in echoes:
             self._acknowledge(entry, is_repetition=True)
         crashpoint("writer.after_ack")
+
+    def _keep_up(self) -> None:
+        """Upkeep between commits. A full disk puts it off; the alarms go into the log."""
+        try:
+            alarms = self._upkeep.run()
+        except LogFullError:
+            return
+        facts = [event("log_alarmed", table_name=alarm.table, what=alarm.what, value=alarm.value, bound=alarm.limit) for alarm in alarms]
+        if facts and not self._is_closing:
+            self._note(facts)
+
+    def _note(self, facts: list[Event]) -> Future[Ack]:
+        """Queue facts of the writer itself."""
+        future: Future[Ack] = Future()
+        with self._lock:
+            rows = to_arrow("events", facts, run=self.run, attempt=self.attempt, producer=self._own_name, seq=self._own_seq)
+            self._inbox.accept(Message.of(self._own_name, self._own_seq, self.attempt, {"events": rows}), future)
+            self._own_seq += 1
+        return future
 
     def _acknowledge(self, entry: Entry, *, is_repetition: bool) -> None:
         state = self._core.state

@@ -1,0 +1,60 @@
+"""Versions that clean-up must keep: those that a pin names, and those that a live reader has open."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from molt.log.home import Home
+
+READERS, PINS = "readers/", "pins/"
+HOLD_LIMIT_S = 6 * 3600.0
+"""Longest hold of a reader on another host, whose death cannot be seen."""
+
+
+def hold(home: Home, versions: Mapping[str, int], owner: Any) -> None:
+    """Keep those versions readable until the owner is collected or this process is gone."""
+    name = f"{READERS}{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.json"
+    content = {"versions": dict(versions), "pid": os.getpid(), "host": socket.gethostname(), "until": time.time() + HOLD_LIMIT_S}
+    home.write(name, orjson.dumps(content))
+    weakref.finalize(owner, home.delete, name)
+
+
+def _is_alive(fields: Mapping[str, Any]) -> bool:
+    if fields["until"] < time.time():
+        return False
+    if fields["host"] != socket.gethostname():
+        return True
+    try:
+        os.kill(int(fields["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def held_versions(home: Home, table: str) -> set[int]:
+    """Versions of a table that a pin or a live reader needs; holds of dead readers are removed."""
+    needed: set[int] = set()
+    for prefix in (PINS, READERS):
+        for name in home.names(prefix):
+            content = home.read(name)
+            if content is None:
+                continue
+            try:
+                fields = orjson.loads(content)
+                versions = fields["versions"]
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                continue
+            if prefix == READERS and not _is_alive(fields):
+                home.delete(name)
+            elif table in versions:
+                needed.add(int(versions[table]))
+    return needed
