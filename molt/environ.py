@@ -29,6 +29,7 @@ VARIABLES: dict[str, str] = {
     "AWS_ACCESS_KEY_ID": "key of an object store",
     "AWS_SECRET_ACCESS_KEY": "secret of an object store",
     "AWS_ENDPOINT_URL": "address of an object store",
+    "AWS_REGION": "region of an object store",
 }
 """Name of each variable that Molt reads or sets, and what it means. `read` and `set_default` refuse any other."""
 
