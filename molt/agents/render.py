@@ -11,7 +11,6 @@ A stop id that was sampled takes the place of the end-of-turn marker that the te
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from molt.agents.env import Tool
+from molt.agents.template import ChatTemplate, common_length
 from molt.agents.tokenizer import Tokenizer
 from molt.data.messages import Message
 from molt.errors import AgentError, SettingError
@@ -74,19 +74,15 @@ class ChatRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = template if template is not None else tokenizer.template
-        if not self.template:
+        source = template if template is not None else tokenizer.template
+        if not source:
             raise SettingError(
                 f"actor.model_name_or_path={tokenizer.name}, its tokenizer has no chat template; "
                 "add chat_template.jinja, or set data.apply_chat_template=false"
             )
-        self.tools = [tool.definition() for tool in tools]
-        self.template_kwargs = dict(template_kwargs or {})
-        named = repr((self.template, self.tools, sorted(self.template_kwargs.items())))
-        self.template_digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
-        self.turn_end = self._find_turn_end()
-        """Text of the special token with which the template ends an assistant turn; None when it has none."""
-        ends = {self.tokenizer.id_of(self.turn_end) if self.turn_end else None, tokenizer.eos_id, *tokenizer.end_ids}
+        definitions = [tool.definition() for tool in tools]
+        self.template = ChatTemplate(tokenizer, source, tools=definitions, arguments=template_kwargs or {})
+        ends = {*(tokenizer.id_of(text) for text in self.template.turn_ends[:1]), tokenizer.eos_id, *tokenizer.end_ids}
         self.stop_token_ids = tuple(sorted(end for end in ends if end is not None))
         if not self.stop_token_ids:
             raise SettingError(
@@ -98,70 +94,63 @@ class ChatRenderer:
         """Digest of the tokenizer files."""
         return self.tokenizer.digest
 
+    @property
+    def template_digest(self) -> str:
+        """Digest of template, tools and template arguments."""
+        return self.template.digest
+
+    @property
+    def turn_end(self) -> str | None:
+        """Special token with which the template ends the last assistant turn; None when it has none."""
+        return self.template.turn_ends[0] if self.template.turn_ends else None
+
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The template's own render."""
-        try:
-            return self.tokenizer.inner.apply_chat_template(
-                list(messages),
-                tools=self.tools or None,
-                chat_template=self.template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self.template_kwargs,
-            )
-        except Exception as error:
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise AgentError(f"the chat template refuses the roles [{roles}] ({type(error).__name__}: {error})") from error
-
-    def _find_turn_end(self) -> str | None:
-        word = "zqturnqz"
-        text = self.text([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": word}], add_generation_prompt=False)
-        if word not in text:
-            raise SettingError(f"the chat template of {self.tokenizer.name} does not show what the assistant said; use another template")
-        found = self._special_after(text, text.rindex(word) + len(word))
-        return found.group() if found else None
-
-    def _special_after(self, text: str, start: int) -> re.Match[str] | None:
-        """The special token that follows at start, blanks aside."""
-        pattern = self.tokenizer.special_pattern
-        while start < len(text) and text[start].isspace():
-            start += 1
-        return pattern.match(text, start) if pattern else None
+        return self.template.text(messages, add_generation_prompt=add_generation_prompt)
 
     def turn(self, token_ids: np.ndarray) -> SampledTurn:
         """A sampled turn from its ids."""
         has_stop = len(token_ids) > 0 and int(token_ids[-1]) in self.stop_token_ids
-        text = self.tokenizer.decode(token_ids[:-1] if has_stop else token_ids)
-        return SampledTurn(token_ids=token_ids, text=text, has_stop=has_stop, reasoning_ids=self._reasoning_ids(token_ids, has_stop))
+        num_said = len(token_ids) - has_stop
+        text = self.tokenizer.decode(token_ids[:num_said])
+        reasoning_ids = self._reasoning_ids(token_ids, text, num_said)
+        return SampledTurn(token_ids=token_ids, text=text, has_stop=has_stop, reasoning_ids=reasoning_ids)
 
-    def _reasoning_ids(self, token_ids: np.ndarray, has_stop: bool) -> int:
-        close_id = self.tokenizer.id_of("</think>")
-        places = np.flatnonzero(token_ids == close_id) if close_id is not None else np.zeros(0, np.int64)
-        if not len(places):
+    def _reasoning_ids(self, token_ids: np.ndarray, text: str, num_said: int) -> int:
+        """Leading ids up to the end of the reasoning and the blank lines after it; 0 without reasoning, or when no id ends there."""
+        marker = self.template.reasoning_end
+        close = text.rfind(marker)
+        is_blank = close < 0 or not any(word.isalnum() for word in re.sub(r"<[^<>]*>", "", text[:close]))
+        if is_blank:
             return 0
-        count = int(places[-1]) + 1
-        end = len(token_ids) - has_stop
-        while count < end and not self.tokenizer.decode(token_ids[count : count + 1]).strip():
-            count += 1
-        return count
+        end = close + len(marker)
+        low, high = 0, num_said
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(self.tokenizer.decode(token_ids[:middle])) >= end else (middle + 1, high)
+        if self.tokenizer.decode(token_ids[:low]) != text[:end]:
+            return 0
+        while low < num_said and not self.tokenizer.decode(token_ids[low : low + 1]).strip():
+            low += 1
+        return low
 
     def layout(self, messages: Sequence[Message], turns: Mapping[int, SampledTurn], *, add_generation_prompt: bool = True) -> Layout:
         """Render messages with sampled turns at the given places of the list.
 
         Raises AgentError when the template loses a message, or writes a sampled turn in a way that hides where it ends.
         """
-        shown = _with_sentinels(messages, turns)
+        shown = _with_sentinels(messages, turns, shows_calls=self.template.shows_calls)
         text = self.text(shown, add_generation_prompt=add_generation_prompt)
         regions = []
         for place, turn in turns.items():
             has_reasoning = turn.reasoning_ids > 0 and _sentinel("R", place) in text
             start, end = self._region(shown, place, text)
-            if turn.reasoning_ids > 0 and has_reasoning:
+            if has_reasoning:
                 start = min(start, text.index(_sentinel("R", place)))
-                start = _before_opening(text, start, turn.text)
+            if has_reasoning or turn.reasoning_ids == 0:
+                start = _before_opening(text, start, turn.text, self.template.openings)
             if turn.has_stop:
-                marker = self._special_after(text, end)
-                end = marker.end() if marker else end
+                end = self.template.turn_end_at(text, end, self.tokenizer.decode(turn.token_ids[-1:]))
             regions.append((start, end, place, 0 if has_reasoning else turn.reasoning_ids))
         sources = self._sources(messages, turns, text)
         gaps, position = [], 0
@@ -194,13 +183,19 @@ class ChatRenderer:
         if words[0] != _sentinel("S", place):
             opening = self.text(shown[:place], add_generation_prompt=True)
             first = alone.index(words[0])
-            lead = alone[_common_length(opening, alone) : first]
-            if not text.endswith(lead, 0, start):
-                raise AgentError(
-                    f"the chat template rewrites the start of the tool call at messages[{place}]; give results as user messages"
-                )
-            start -= len(lead)
+            lead = alone[common_length(opening, alone) : first]
+            start -= self._lead_length(text[:start], lead, place)
         return start, end + len(closing)
+
+    def _lead_length(self, before: str, lead: str, place: int) -> int:
+        """Characters of the call that stand before its arguments; an opening that the template writes in the last turn only is no part."""
+        if before.endswith(lead):
+            return len(lead)
+        for opening in self.template.openings:
+            rest = lead.lstrip().removeprefix(opening).lstrip()
+            if lead.lstrip().startswith(opening) and before.endswith(rest):
+                return len(rest)
+        raise AgentError(f"the chat template rewrites the start of the call at messages[{place}]; give results as user messages")
 
     def _sources(self, messages: Sequence[Message], turns: Mapping[int, SampledTurn], text: str) -> list[tuple[int, int, TokenSource]]:
         """Character ranges of message contents, in order, with who wrote them."""
@@ -248,7 +243,7 @@ class ChatRenderer:
         return token_ids[num_anchor:], places[num_anchor:] - len(anchor) + start
 
 
-def _with_sentinels(messages: Sequence[Message], turns: Mapping[int, SampledTurn]) -> list[Message]:
+def _with_sentinels(messages: Sequence[Message], turns: Mapping[int, SampledTurn], *, shows_calls: bool) -> list[Message]:
     """The messages with a word of our own in place of each sampled turn, and one dummy call for each tool result after it."""
     shown: list[Message] = []
     for place, message in enumerate(messages):
@@ -263,6 +258,9 @@ def _with_sentinels(messages: Sequence[Message], turns: Mapping[int, SampledTurn
             if later["role"] != "tool":
                 break
             results.append(later)
+        if results and shows_calls:
+            # Some templates move what is said beside a call behind its result, so a call stands in alone.
+            stand_in["content"] = ""
         if results:
             stand_in["tool_calls"] = [
                 {
@@ -297,15 +295,10 @@ def _is_shown(content: str, text: str) -> bool:
     return all(word in text for word in words)
 
 
-def _before_opening(text: str, start: int, turn_text: str) -> int:
-    """Move the start of a turn before the <think> that the template writes, when the policy sampled one of its own."""
-    if turn_text.lstrip().startswith("<think>"):
-        opening = text.rfind("<think>", 0, start)
-        if opening >= 0 and not text[opening + len("<think>") : start].strip():
-            return opening
+def _before_opening(text: str, start: int, said: str, openings: Sequence[str]) -> int:
+    """Move the start of a turn before what the template opens it with, when the policy sampled that itself."""
+    before = text[:start].rstrip()
+    for opening in openings:
+        if said.lstrip().startswith(opening) and before.endswith(opening):
+            return len(before) - len(opening)
     return start
-
-
-def _common_length(first: str, second: str) -> int:
-    length = min(len(first), len(second))
-    return next((place for place in range(length) if first[place] != second[place]), length)
