@@ -114,6 +114,13 @@ def open_run(where: str | Path) -> RunDir:
     raise SettingError(f"run={where}, {reason}; give the folder of a run, `molt runs` lists them")
 
 
+def split_pin(where: str | Path) -> tuple[str, str | None]:
+    """`RUN@PIN` as run and pin; a path that exists is a run whatever it is called."""
+    text = str(where)
+    run, at, pin = text.rpartition("@")
+    return (text, None) if not at or Path(text).exists() else (run, pin)
+
+
 def list_runs(folder: str | Path = "runs") -> list[RunDir]:
     """The runs in a folder, oldest first."""
     found = [path for path in Path(folder).absolute().glob("*") if (path / CONFIG_FILE).is_file() and not path.name.startswith(".")]

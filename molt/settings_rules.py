@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from molt.algo.rules import check_algo
 from molt.config import Config, Room
 from molt.errors import SettingError
 
@@ -15,7 +16,7 @@ GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 
 def check(config: Config) -> None:
     """Refuse settings that contradict each other. Every finding is a line of one SettingError."""
-    findings = [*_batches(config), *_staleness(config), *_correction(config), *_idle(config), *_mesh(config)]
+    findings = [*_batches(config), *_staleness(config), *_algorithm(config), *_idle(config), *_mesh(config)]
     if findings:
         raise SettingError("\n".join(findings))
 
@@ -74,16 +75,12 @@ def _staleness(config: Config) -> Iterator[str]:
             )
 
 
-def _correction(config: Config) -> Iterator[str]:
-    advantage = config.algo.advantage
-    low, high = advantage.is_correction_threshold
-    if low is not None and high is not None and low >= high:
-        yield f"algo.advantage.is_correction_threshold={low} {high} is no band; give the lower end first"
-    if config.algo.reward.clip is not None and config.algo.reward.clip[0] >= config.algo.reward.clip[1]:
-        yield f"algo.reward.clip={config.algo.reward.clip} is no range; give the lower end first"
-    filter_range = config.algo.reward.filter_range
-    if filter_range is not None and filter_range[0] >= filter_range[1]:
-        yield f"algo.reward.filter_range={filter_range} is no range; give the lower end first"
+def _algorithm(config: Config) -> Iterator[str]:
+    """The algorithm's own rules, and what it says nothing of."""
+    try:
+        check_algo(config.algo)
+    except SettingError as error:
+        yield str(error)
     if config.actor.min_learning_rate > config.actor.learning_rate:
         yield (
             f"actor.min_learning_rate={config.actor.min_learning_rate} is above actor.learning_rate={config.actor.learning_rate}; lower it"
@@ -93,10 +90,8 @@ def _correction(config: Config) -> Iterator[str]:
 def _idle(config: Config) -> Iterator[str]:
     """Settings that were given and do nothing."""
     algo, advantage = config.algo, config.algo.advantage
-    off = advantage.is_correction_level == "off"
-    for name in ("is_correction_mode", "is_correction_threshold", "gate", "decoupled"):
-        if off and _given(advantage, name):
-            yield _nothing(f"algo.advantage.{name}", getattr(advantage, name), "algo.advantage.is_correction_level=off")
+    if advantage.is_correction_level == "off" and _given(advantage, "is_correction_mode"):
+        yield _nothing("algo.advantage.is_correction_mode", advantage.is_correction_mode, "algo.advantage.is_correction_level=off")
     if advantage.estimator != "gae":
         for name in sorted(config.critic.model_fields_set):
             if _given(config.critic, name):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import duckdb
 
+from molt.errors import SettingError
+from molt.log.reader import LogReader
 from molt.schema import TableSchema, event_kinds
 
 ENVELOPE = ("step", "policy_version", "group_id", "rollout_id", "segment_id")
@@ -27,8 +29,6 @@ Pin = int | str | None
 
 def open_audit(run_dir: Path, at: Pin = None) -> duckdb.DuckDBPyConnection:
     """A locked connection with the five tables and every typed view over one consistent cut of a run's log."""
-    from molt.log.reader import LogReader
-
     connection = LogReader.open(run_dir).cut(at=_place(at)).connect()
     add_views(connection)
     lock(connection)
@@ -65,5 +65,10 @@ def _json_type(sql_type: str) -> str:
     return f"[{_json_type(sql_type[:-2])}]" if sql_type.endswith("[]") else f'"{sql_type}"'
 
 
-def _place(at: Pin) -> Pin:
-    return int(at) if isinstance(at, str) and at.isdigit() else at
+def _place(at: Pin) -> int | None:
+    """The lsn that a pin stands for."""
+    if at is None or isinstance(at, int):
+        return at
+    if at.isdigit():
+        return int(at)
+    raise SettingError(f"at={at}, no pin has this name; give an lsn, `select max(lsn) from events` tells the newest")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from molt.cli.report import emit_json, emit_table
-from molt.runs import open_run
+from molt.runs import open_run, split_pin
 
 Switch = Annotated[bool, Parameter(negative="")]
 
@@ -19,22 +18,23 @@ def mount(app: App) -> None:
     app.command(sql)
 
 
-def audit(run: Path, *, at: str | None = None, json: Switch = False) -> int:
+def audit(run: str, *, at: str | None = None, json: Switch = False) -> int:
     """Ask every question in queries/ that is empty when all is well, and print the token ledger. Leaves with 1 when one is not empty.
 
     Parameters
     ----------
     run
-        Folder or name of the run.
+        Folder or name of the run; RUN@PIN reads it as it was at a pin or an lsn.
     at
-        Read the log as it was at a pin or an lsn; as it is when absent.
+        The same as RUN@PIN.
     json
         Print JSON.
     """
     from molt.audit.report import audit_run
     from molt.view.audit import print_audit
 
-    report = audit_run(open_run(run).path, at=at)
+    name, pin = split_pin(run)
+    report = audit_run(open_run(name).path, at=at or pin)
     if json:
         emit_json(report.as_dict())
     else:
@@ -42,17 +42,17 @@ def audit(run: Path, *, at: str | None = None, json: Switch = False) -> int:
     return 0 if report.is_well else 1
 
 
-def sql(run: Path, question: str, *, at: str | None = None, limit: int = 1000, json: Switch = False) -> None:
+def sql(run: str, question: str, *, at: str | None = None, limit: int = 1000, json: Switch = False) -> None:
     """Ask a question in SQL over the views of a run; `describe` and `show tables` list them. Nothing outside the log can be reached.
 
     Parameters
     ----------
     run
-        Folder or name of the run.
+        Folder or name of the run; RUN@PIN reads it as it was at a pin or an lsn.
     question
         SQL text, or the name of a file in queries/.
     at
-        Read the log as it was at a pin or an lsn; as it is when absent.
+        The same as RUN@PIN.
     limit
         Most rows printed.
     json
@@ -60,7 +60,8 @@ def sql(run: Path, question: str, *, at: str | None = None, limit: int = 1000, j
     """
     from molt.audit.ask import ask
 
-    answer = ask(open_run(run).path, question, at=at, limit=limit)
+    name, pin = split_pin(run)
+    answer = ask(open_run(name).path, question, at=at or pin, limit=limit)
     if json:
         emit_json({"columns": answer.columns, "rows": [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]})
     else:

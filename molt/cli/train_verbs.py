@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from molt import environ
+from molt.cli.preflight import check_programs, check_prompts
 from molt.cli.programs import program_path, run_program
 from molt.cli.report import emit_json, emit_table, note
 from molt.config import Config
@@ -57,8 +58,9 @@ def train(
     """
     run, resolved = _resolved(config, flags, resume)
     check(resolved)
-    program_path(pipeline)
     check_inputs(resolved)
+    program_path(pipeline)
+    check_programs(resolved)
     if dry_run:
         _print_dry_run(resolved, as_json=json)
         return None
@@ -124,14 +126,7 @@ def _resolved(files: tuple[Path, ...], flags: tuple[str, ...], resume: Path | No
 
 def _print_dry_run(config: Config, *, as_json: bool) -> None:
     """The resolved settings, their digest, and what this machine lacks for them."""
-    from molt.data.prompts import PromptSet
-
-    prompts: dict[str, Any] = {}
-    for name in ("prompt_dataset", "eval_dataset"):
-        path = getattr(config.data, name)
-        if path is not None:
-            loaded = PromptSet.load(path, config.data)
-            prompts[name] = {"path": path, "num_prompts": len(loaded), "digest": loaded.digest}
+    prompts = check_prompts(config)
     lacking = list(machine_findings(config))
     if as_json:
         emit_json({"config": config.model_dump(mode="json"), "config_digest": config_digest(config), "data": prompts, "lacking": lacking})

@@ -28,13 +28,21 @@ python3 -m molt.cli.train_rl_ray \
 """
 
 
+AGENT = """from molt.agents import env
+
+
+class AgentRunner(env.AgentRunner):
+    pass
+"""
+
+
 @pytest.fixture
 def inputs(tmp_path: Path) -> dict[str, str]:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
-    (tmp_path / "agent.py").write_text("from molt.agents.env import AgentRunner\n")
+    (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "prompts.jsonl").write_text('{"input": "1+1", "label": "2"}\n')
     return {"model": str(model), "agent": str(tmp_path / "agent.py"), "prompts": str(tmp_path / "prompts.jsonl")}
 
@@ -85,6 +93,21 @@ def test_agent_file_that_is_not_there_is_named(molt, inputs) -> None:
     said = molt("train", *flags(inputs | {"agent": "no/such/agent.py"}))
     assert said.code == 2
     assert "train.agent_path=no/such/agent.py, no such file" in said.err
+
+
+def test_agent_file_that_cannot_be_imported_is_named(molt, inputs) -> None:
+    Path(inputs["agent"]).write_text("import no_such_module_anywhere\n")
+    said = molt("train", *flags(inputs))
+    assert said.code == 2
+    assert "it cannot be imported" in said.err
+    assert "no_such_module_anywhere" in said.err
+
+
+def test_unknown_estimator_lists_the_known(molt, inputs) -> None:
+    said = molt("train", "--dry-run", *flags(inputs), "--algo.advantage.estimator", "magic")
+    assert said.code == 2
+    assert "algo.advantage.estimator=magic is unknown" in said.err
+    assert "grpo" in said.err
 
 
 def test_model_without_tokenizer_is_named(molt, inputs) -> None:
