@@ -71,7 +71,7 @@ class Conversation:
         self.turns.append(turn)
         self._calls.append(
             _Call(
-                messages=(*messages, {"role": "assistant", "content": turn.text}),
+                messages=(*(dict(message) for message in messages), {"role": "assistant", "content": turn.text}),
                 token_ids=np.concatenate([prompt.token_ids, token_ids]),
                 prompt=prompt,
             )

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from molt.data.prompts import Message, Prompt
+from molt.data.messages import ROLES, Message
+from molt.data.prompts import Prompt
 from molt.errors import AgentError
 from molt.rollout.engine import FinishReason
 
@@ -83,7 +84,7 @@ class Observation:
         """The results of one run of tool calls, in the order of the calls."""
         if call_ids and len(call_ids) != len(results):
             raise AgentError(f"call_ids has {len(call_ids)} entries for {len(results)} results; give one for each, or none")
-        ids = list(call_ids) or [None] * len(results)
+        ids: Sequence[str | None] = call_ids or [None] * len(results)
         return cls(
             messages=tuple(
                 {"role": "tool", "content": text} | ({"tool_call_id": call_id} if call_id else {})
@@ -103,6 +104,11 @@ class Action:
     finish_reason: FinishReason
     turn: int
     """Model calls before this one."""
+
+    @property
+    def message(self) -> Message:
+        """The assistant message that stands for these ids in later calls."""
+        return {"role": "assistant", "content": self.text}
 
     @property
     def is_cut(self) -> bool:
@@ -168,9 +174,7 @@ class Env:
         that ran out of turns or context without earning gets 0, while a timeout without earnings fails the rollout, since
         nobody knows whose fault it was.
         """
-        if reason is StopReason.TIMEOUT and not earned:
-            return None
-        return Result(terminated=False, truncated=True, reward=None if earned is not None else 0.0)
+        return graded_cut(reason, earned)
 
     async def close(self) -> None:
         """Free what reset made. Called once, however the rollout ended."""
@@ -205,8 +209,46 @@ class AgentRunner:
     async def close(self) -> None:
         """Called once in each worker at its end."""
 
+    keep_history: bool = False
+    """Show the policy every token it sampled, even where the template leaves old reasoning out: one segment instead of several."""
+
     def make_env(self, prompt: Prompt) -> Env:
         """The Env of one rollout."""
         if self.env is None:
             raise AgentError(f"{type(self).__name__} sets no env and overrides neither make_env nor run; do one of them")
         return self.env(prompt)
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether run is the user's own."""
+        return type(self).run is not AgentRunner.run
+
+    async def run(self, prompt: Prompt, model: Model) -> Result:
+        """A loop of the user's own: call model.generate as often as needed, and return the last Result.
+
+        The messages may be rewritten between calls (a summary in place of old turns): a new segment then begins. Limits leave
+        this code by an exception that is no Exception; let it pass.
+        """
+        raise NotImplementedError("AgentRunner.run")
+
+    async def cut(self, prompt: Prompt, reason: StopReason, earned: float | None) -> Result | None:
+        """As Env.cut, for agents that own their loop."""
+        return graded_cut(reason, earned)
+
+
+def graded_cut(reason: StopReason, earned: float | None) -> Result | None:
+    """The usual grading of a rollout that a limit ended: see Env.cut."""
+    if reason is StopReason.TIMEOUT and not earned:
+        return None
+    return Result(terminated=False, truncated=True, reward=None if earned is not None else 0.0)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuse messages that no chat can hold before the policy speaks."""
+    if not messages:
+        raise AgentError("there are no messages; give at least one")
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            raise AgentError(f"messages[{place}] is {message!r}; it must be an object with a role of {', '.join(sorted(ROLES))} and a text")
+    if messages[-1]["role"] == "assistant":
+        raise AgentError("the messages end with an assistant message; they must end before the policy speaks")

@@ -7,50 +7,36 @@
 The agent runs in a task of its own, watched with rollout.timeout_s. What ends it:
 
     terminated, agent ............ the agent said so
-    max_turns, context ........... a limit of the policy's doing: Env.cut grades it
-    timeout ...................... Env.cut grades what was earned; without earnings the rollout failed (agent_timeout)
+    max_turns, context ........... a limit of the policy's doing: cut() grades it
+    timeout ...................... cut() grades what was earned; without earnings the rollout failed
     failed ....................... raised as AgentError, AgentTimeoutError, EngineError, LineageError, PromptTooLongError: never a reward
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import numpy as np
-
-from molt.agents.conversation import CallPrompt, Conversation
-from molt.agents.env import Action, AgentRunner, Observation, Result, StopReason
+from molt.agents.env import AgentRunner, Env, Observation, Result, StopReason, check_messages
+from molt.agents.policy import EpisodeLimits, Generate, LimitReached, Policy
 from molt.agents.render import ChatRenderer
-from molt.agents.segments import SegmentBuilder
+from molt.agents.routing import routing_payload
 from molt.data.messages import Message
 from molt.data.prompts import Prompt
-from molt.errors import AgentError, AgentTimeoutError, EngineError, MoltError, PromptTooLongError
+from molt.errors import AgentError, AgentTimeoutError, MoltError, PromptTooLongError
 from molt.log.rows import Payload, Segment
-from molt.rollout.engine import FinishReason, Generation, Sampling
+from molt.rollout.engine import FinishReason, Sampling
 
-Generate = Callable[[str, Sequence[int], Sampling], Awaitable[Generation]]
-"""(request_id, prompt_ids, sampling) -> Generation."""
+T = TypeVar("T")
 
-MAX_CONTINUATIONS = 16
-"""Times that one call is taken up again after the engine cut it."""
 CLOSE_TIMEOUT_S = 10.0
-"""Longest wait for user code to clean up after itself."""
+"""Longest wait for user code to grade what was cut, and to clean up after itself."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLimits:
-    """What bounds one rollout."""
-
-    max_turns: int
-    max_len: int
-    """Longest segment in tokens."""
-    timeout_s: float
+__all__ = ["Episode", "EpisodeIds", "EpisodeLimits", "Generate", "run_episode"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,107 +76,6 @@ class Episode:
     metrics: dict[str, float]
 
 
-class _LimitReached(BaseException):
-    """Leaves the agent's code when a limit of the rollout is reached; no Exception, so that `except Exception` lets it pass."""
-
-    def __init__(self, reason: StopReason) -> None:
-        self.reason = reason
-
-
-class Policy:
-    """The policy as one rollout calls it: messages in, Action out; ids, limits and capture inside."""
-
-    def __init__(
-        self,
-        renderer: ChatRenderer,
-        generate: Generate,
-        limits: EpisodeLimits,
-        sampling: Sampling,
-        ids: EpisodeIds,
-        *,
-        keep_history: bool = False,
-    ) -> None:
-        self.builder = SegmentBuilder(is_trainable=ids.purpose == "train" and sampling.temperature > 0)
-        self.num_turns = 0
-        self.is_waiting = False
-        """Whether a model call is in flight now."""
-        self.last_finish: FinishReason | None = None
-        self.first_cause: MoltError | None = None
-        """First error of engine, template or capture; it decides, even if the agent's code swallowed it."""
-        self.too_long: str | None = None
-        """Set when the first prompt leaves no room to sample."""
-        self._conversation = Conversation(renderer, keep_history=keep_history)
-        self._renderer = renderer
-        self._generate = generate
-        self._limits = limits
-        self._sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *renderer.stop_token_ids})))
-        self._ids = ids
-
-    async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Action:
-        """Sample the next assistant message."""
-        if self.is_waiting:
-            raise AgentError("model.generate was called while a call of the same rollout was in flight; await one before the next")
-        if self.num_turns >= self._limits.max_turns:
-            raise _LimitReached(StopReason.MAX_TURNS)
-        self.is_waiting = True
-        try:
-            prompt = self._conversation.prompt(messages)
-            budget = self._limits.max_len - len(prompt.token_ids)
-            if budget <= 0:
-                if not self.builder.segments:
-                    self.too_long = f"the first prompt has {len(prompt.token_ids)} tokens, data.max_len={self._limits.max_len}"
-                raise _LimitReached(StopReason.CONTEXT)
-            generation = await self._sample(prompt, min(budget, max_new_tokens or budget, self._sampling.max_new_tokens))
-            self.builder.add(prompt, generation, self.num_turns)
-        except MoltError as error:
-            self.first_cause = self.first_cause or error
-            raise
-        finally:
-            self.is_waiting = False
-        turn = self._conversation.add(messages, prompt, generation.token_ids)
-        self.num_turns += 1
-        self.last_finish = generation.finish_reason
-        return Action(text=turn.text, token_ids=generation.token_ids, finish_reason=generation.finish_reason, turn=self.num_turns - 1)
-
-    async def _sample(self, prompt: CallPrompt, budget: int) -> Generation:
-        """One call; a call that the engine cut goes on from the tokens it has, within the same budget and the same turn."""
-        ids = self._ids
-        parts: list[Generation] = []
-        prompt_ids = prompt.token_ids.tolist()
-        for part_number in range(MAX_CONTINUATIONS):
-            num_done = sum(len(part.token_ids) for part in parts)
-            request_id = f"{ids.rollout_id}/{self.num_turns}/{part_number}"
-            sampling = replace(self._sampling, max_new_tokens=budget - num_done, seed=call_seed(ids.seed, request_id))
-            done_ids = [int(token_id) for part in parts for token_id in part.token_ids]
-            part = await self._generate(request_id, prompt_ids + done_ids, sampling)
-            parts.append(part)
-            if part.finish_reason is not FinishReason.ABORT:
-                return join_generations(parts)
-            if num_done + len(part.token_ids) >= budget:
-                return replace(join_generations(parts), finish_reason=FinishReason.LENGTH)
-        raise EngineError(f"request {ids.rollout_id}/{self.num_turns} was cut {MAX_CONTINUATIONS} times before it finished")
-
-
-def call_seed(seed: int, request_id: str) -> int:
-    """Seed of one model call: its own for every call of every member, the same in a repeated run. 31 bits."""
-    digest = hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def join_generations(parts: Sequence[Generation]) -> Generation:
-    """One generation out of the parts of a call that was cut and taken up again; routing comes from the last part."""
-    if len(parts) == 1:
-        return parts[0]
-    return Generation(
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        policy_versions=np.concatenate([part.policy_versions for part in parts]),
-        kv_versions=np.concatenate([part.kv_versions for part in parts]),
-        finish_reason=parts[-1].finish_reason,
-        routed_experts=parts[-1].routed_experts,
-    )
-
-
 @dataclass(slots=True, kw_only=True)
 class _Progress:
     """What the agent has said so far; it outlives the agent's task."""
@@ -199,20 +84,25 @@ class _Progress:
     outcome: float | None = None
     unscorable: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    last: Result | None = None
     stop_reason: StopReason | None = None
 
     def take(self, result: Result) -> None:
         """Count one result in."""
         if not isinstance(result, Result):
-            raise AgentError(f"step returned {type(result).__name__}; return a Result")
+            raise AgentError(f"the agent returned {type(result).__name__}; return a Result")
         if result.reward is not None:
             self.earned = (self.earned or 0.0) + float(result.reward)
         if result.outcome is not None:
             self.outcome = float(result.outcome)
         self.unscorable = result.unscorable or self.unscorable
         self.metrics |= {name: float(value) for name, value in result.metrics.items()}
-        self.last = result
+
+    def end(self, result: Result) -> None:
+        """Count the last result in."""
+        self.take(result)
+        if not (result.terminated or result.truncated):
+            raise AgentError("the agent's last Result says neither terminated nor truncated; say one of them")
+        self.stop_reason = StopReason.TERMINATED if result.terminated else StopReason.AGENT
 
 
 async def run_episode(
@@ -232,12 +122,23 @@ async def run_episode(
     that the agent swallowed is still raised. Cancellation passes through after the agent was closed.
     """
     started_at = time.time()
-    policy = Policy(renderer, generate, limits, sampling, ids)
+    policy = Policy(
+        renderer,
+        generate,
+        limits=limits,
+        sampling=sampling,
+        rollout_id=ids.rollout_id,
+        seed=ids.seed,
+        is_trainable=ids.purpose == "train" and sampling.temperature > 0,
+        keep_history=runner.keep_history,
+    )
     progress = _Progress()
     try:
-        await _drive(runner, prompt, policy, progress, limits)
+        await (_drive_run if runner.owns_loop else _drive_env)(runner, prompt, policy, progress, limits)
     except MoltError as error:
-        raise policy.first_cause or error from error.__cause__
+        if policy.first_cause is None:
+            raise
+        raise policy.first_cause from error
     except Exception as error:
         raise policy.first_cause or AgentError(f"{type(error).__name__}: {error} ({_where(error)})") from error
     if policy.first_cause is not None:
@@ -245,7 +146,7 @@ async def run_episode(
     if policy.too_long is not None:
         raise PromptTooLongError(policy.too_long)
     if not policy.builder.segments:
-        raise AgentError("the agent ended the rollout without a sampled token; call the model at least once")
+        raise AgentError("the rollout ended without a sampled token; call the model at least once, and leave it room to answer")
     return _finished(prompt, policy, progress, renderer, sampling, ids, started_at)
 
 
@@ -255,129 +156,149 @@ def _where(error: Exception) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
 
 
-async def _drive(runner: AgentRunner, prompt: Prompt, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
-    """Run the agent's task within its time; grade what a limit cut."""
+async def _drive_env(runner: AgentRunner, prompt: Prompt, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
+    """Run an Env within its time, grade what a limit cut, close it."""
     env = runner.make_env(prompt)
     try:
-        task = asyncio.ensure_future(_turns(env, policy, progress))
-        try:
-            done, _ = await asyncio.wait({task}, timeout=limits.timeout_s)
-        finally:
-            if not task.done():
-                await _cancel(task)
-        if done:
-            task.result()
-        else:
-            progress.stop_reason = StopReason.TIMEOUT
-        if progress.stop_reason in (StopReason.MAX_TURNS, StopReason.CONTEXT, StopReason.TIMEOUT) and policy.too_long is None:
-            await _grade_cut(env, policy, progress, limits)
+        await _watched(_env_loop(env, policy, progress), policy, progress, limits)
+        if progress.stop_reason is None:
+            result = await _limited(env.cut(_cut_by(policy), progress.earned), "Env.cut")
+            _take_cut(result, policy, progress, limits)
     finally:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(env.close(), CLOSE_TIMEOUT_S)
+        await _limited(env.close(), "Env.close")
 
 
-async def _turns(env, policy: Policy, progress: _Progress) -> None:
-    """The loop of an Env."""
-    try:
-        first = await env.reset()
-        messages = list(_checked(first, is_first=True))
-        while True:
-            action = await policy.generate(messages)
-            result = await env.step(action)
+async def _drive_run(runner: AgentRunner, prompt: Prompt, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
+    """Run an agent that owns its loop within its time, and grade what a limit cut."""
+
+    async def loop() -> None:
+        progress.end(await runner.run(prompt, policy))
+
+    await _watched(loop(), policy, progress, limits)
+    if progress.stop_reason is None:
+        result = await _limited(runner.cut(prompt, _cut_by(policy), progress.earned), "AgentRunner.cut")
+        _take_cut(result, policy, progress, limits)
+
+
+async def _env_loop(env: Env, policy: Policy, progress: _Progress) -> None:
+    messages: list[Message] = list(_shown(await env.reset(), is_first=True))
+    while True:
+        action = await policy.generate(messages)
+        result = await env.step(action)
+        if isinstance(result, Result) and not (result.terminated or result.truncated):
             progress.take(result)
-            if result.terminated or result.truncated:
-                progress.stop_reason = StopReason.TERMINATED if result.terminated else StopReason.AGENT
-                return
-            messages += [{"role": "assistant", "content": action.text}, *_checked(result.observation, is_first=False)]
-    except _LimitReached as limit:
-        progress.stop_reason = limit.reason
+            messages += [action.message, *_shown(result.observation, is_first=False)]
+            continue
+        progress.end(result)
+        return
 
 
-def _checked(observation: Observation | None, *, is_first: bool) -> tuple[Message, ...]:
-    if not isinstance(observation, Observation) or not observation.messages:
-        raise AgentError(f"an observation is {observation!r}; give Observation with at least one message")
-    allowed = ("system", "developer", "user", "assistant", "tool") if is_first else ("system", "developer", "user", "tool")
-    for message in observation.messages:
-        if message.get("role") not in allowed or not isinstance(message.get("content"), str):
-            raise AgentError(f"an observed message is {message!r}; its role must be one of {', '.join(allowed)}, its content a string")
-    if observation.messages[-1]["role"] == "assistant":
-        raise AgentError("an observation ends with an assistant message; it must end before the policy speaks")
+def _shown(observation: Observation | None, *, is_first: bool) -> tuple[Message, ...]:
+    """The messages of an observation; the policy alone writes assistant messages after the first."""
+    if not isinstance(observation, Observation):
+        raise AgentError(f"an observation is {type(observation).__name__}; give an Observation")
+    check_messages(observation.messages)
+    if not is_first and any(message["role"] == "assistant" for message in observation.messages):
+        raise AgentError("an observation holds an assistant message; the policy alone writes those")
     return observation.messages
 
 
-async def _grade_cut(env, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
-    """Let the agent grade what a limit cut; a time-out that it does not grade is a failure."""
-    reason = progress.stop_reason
-    assert reason is not None, "a cut rollout has a reason"
-    result = await asyncio.wait_for(env.cut(reason, progress.earned), CLOSE_TIMEOUT_S)
-    if result is None:
+async def _watched(loop: Coroutine[Any, Any, None], policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
+    """Await the agent's loop for rollout.timeout_s. Leaves progress.stop_reason None when a limit ended it."""
+    task = asyncio.ensure_future(loop)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=limits.timeout_s)
+    finally:
+        if not task.done():
+            # Code that swallows the cancellation is left behind after a while.
+            task.cancel()
+            await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+    if not done:
+        policy.limit = StopReason.TIMEOUT
+        return
+    try:
+        task.result()
+    except LimitReached:
+        return
+
+
+async def _limited(coroutine: Coroutine[Any, Any, T], name: str) -> T:
+    """Await user code that must be quick."""
+    try:
+        return await asyncio.wait_for(coroutine, CLOSE_TIMEOUT_S)
+    except TimeoutError as error:
+        raise AgentTimeoutError(f"{name} took longer than {CLOSE_TIMEOUT_S} s") from error
+
+
+def _cut_by(policy: Policy) -> StopReason:
+    assert policy.limit is not None, "a loop without a result was ended by a limit"
+    return policy.limit
+
+
+def _take_cut(result: Result | None, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
+    """Count in how the agent graded what was cut; a time-out that it does not grade is a failure."""
+    if policy.too_long is not None:
+        return
+    reason = _cut_by(policy)
+    if result is None and reason is StopReason.TIMEOUT:
         where = "a model call" if policy.is_waiting else "the agent's code"
-        if reason is StopReason.TIMEOUT:
-            raise AgentTimeoutError(f"rollout.timeout_s={limits.timeout_s} was reached in {where}, turn {policy.num_turns}")
-        raise AgentError(f"the rollout was cut ({reason}) and the agent did not grade it")
+        raise AgentTimeoutError(f"rollout.timeout_s={limits.timeout_s} was reached in {where}, after {policy.num_turns} model calls")
+    if result is None:
+        raise AgentError(f"the rollout was cut ({reason}) and cut() gave no result; return one, with unscorable=... if need be")
     progress.take(result)
-
-
-async def _cancel(task: asyncio.Future) -> None:
-    """End the agent's task; code that swallows the cancellation is left behind after a while."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+    progress.stop_reason = reason
 
 
 def _finished(
-    prompt: Prompt,
-    policy: Policy,
-    progress: _Progress,
-    renderer: ChatRenderer,
-    sampling: Sampling,
-    ids: EpisodeIds,
-    started_at: float,
+    prompt: Prompt, policy: Policy, progress: _Progress, renderer: ChatRenderer, sampling: Sampling, ids: EpisodeIds, started_at: float
 ) -> Episode:
-    assert progress.stop_reason is not None and progress.last is not None, "a finished rollout has a result"
+    """Segments and payloads of a rollout that ended well."""
+    assert progress.stop_reason is not None, "a finished rollout has a reason"
     is_cut = policy.last_finish is FinishReason.LENGTH
     is_terminated = progress.stop_reason is StopReason.TERMINATED
-    stop_reason = (
-        StopReason.MAX_TOKENS if is_cut and progress.stop_reason in (StopReason.TERMINATED, StopReason.AGENT) else progress.stop_reason
-    )
+    said_by_agent = progress.stop_reason in (StopReason.TERMINATED, StopReason.AGENT)
+    stop_reason = StopReason.MAX_TOKENS if is_cut and said_by_agent else progress.stop_reason
     reward = None if progress.unscorable else progress.earned
-    payloads, segments = [], []
+    drafts = policy.builder.segments
+    payloads = [routing_payload(draft) for draft in drafts]
     finished_at = time.time()
-    for index, draft in enumerate(policy.builder.segments):
-        segments.append(
-            Segment(
-                rollout_id=ids.rollout_id,
-                group_id=ids.group_id,
-                segment_index=index,
-                num_segments=len(policy.builder.segments),
-                member=ids.member,
-                group_size=ids.group_size,
-                prompt_id=prompt.prompt_id,
-                prompt_index=prompt.prompt_index,
-                epoch=ids.epoch,
-                purpose=ids.purpose,
-                opened_by=draft.opened_by,
-                token_ids=draft.token_ids,
-                behaviour_logprobs=draft.logprobs,
-                spans=tuple(draft.spans),
-                reward=reward,
-                outcome=progress.outcome,
-                is_terminated=is_terminated,
-                is_truncated=is_cut or not is_terminated,
-                stop_reason=str(stop_reason),
-                metrics=progress.metrics,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                engine=ids.engine,
-                tokenizer_digest=renderer.tokenizer_digest,
-                template_digest=renderer.template_digest,
-                started_at=started_at,
-                finished_at=finished_at,
-            )
+    segments = [
+        Segment(
+            rollout_id=ids.rollout_id,
+            group_id=ids.group_id,
+            segment_index=index,
+            num_segments=len(drafts),
+            member=ids.member,
+            group_size=ids.group_size,
+            prompt_id=prompt.prompt_id,
+            prompt_index=prompt.prompt_index,
+            epoch=ids.epoch,
+            purpose=ids.purpose,
+            opened_by=draft.opened_by,
+            token_ids=draft.token_ids,
+            behaviour_logprobs=draft.logprobs,
+            spans=tuple(draft.spans),
+            reward=reward,
+            outcome=progress.outcome,
+            is_terminated=is_terminated,
+            is_truncated=is_cut or not is_terminated or policy.limit is not None,
+            stop_reason=str(stop_reason),
+            metrics=progress.metrics,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            engine=ids.engine,
+            tokenizer_digest=renderer.tokenizer_digest,
+            template_digest=renderer.template_digest,
+            routing_digest=payload.payload_digest if payload else None,
+            started_at=started_at,
+            finished_at=finished_at,
         )
+        for index, (draft, payload) in enumerate(zip(drafts, payloads, strict=True))
+    ]
     return Episode(
         segments=tuple(segments),
-        payloads=tuple(payloads),
+        payloads=tuple(payload for payload in payloads if payload),
         reward=reward,
         outcome=progress.outcome,
         stop_reason=stop_reason,

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from molt.agents.env import Tool
+from molt.agents.env import AgentRunner, Tool
 from molt.agents.template import ChatTemplate, common_length
 from molt.agents.tokenizer import Tokenizer
+from molt.config import DataSettings
 from molt.data.messages import Message
 from molt.errors import AgentError, SettingError
 from molt.log.rows import TokenSource
@@ -62,6 +63,10 @@ class Layout:
     """For each turn, leading ids that the template leaves out (old reasoning)."""
 
 
+PLAIN_TEMPLATE = "{%- for message in messages -%}{{- message['content'] -}}{%- endfor -%}"
+"""Contents one after the other: what data.apply_chat_template=false renders."""
+
+
 class ChatRenderer:
     """One tokenizer, one template, one set of tools: every render of a rollout goes through the same ones."""
 
@@ -88,6 +93,14 @@ class ChatRenderer:
             raise SettingError(
                 f"actor.model_name_or_path={tokenizer.name}, neither template nor tokenizer names an end-of-turn token; set eos_token"
             )
+
+    @classmethod
+    def for_agent(cls, tokenizer: Tokenizer, runner: AgentRunner | type[AgentRunner], settings: DataSettings) -> ChatRenderer:
+        """The renderer of a run: the agent's tools and template arguments, the template of the model or plain text."""
+        template = None
+        if not settings.apply_chat_template:
+            template = (tokenizer.inner.bos_token if tokenizer.adds_bos else "") + PLAIN_TEMPLATE
+        return cls(tokenizer, template=template, tools=runner.tools, template_kwargs=runner.template_kwargs)
 
     @property
     def tokenizer_digest(self) -> str:

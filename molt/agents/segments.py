@@ -110,7 +110,8 @@ def _check(prompt: CallPrompt, generation: Generation, vocab_size: int | None) -
 
 def _source_spans(sources: tuple[tuple[TokenSource, int], ...], known: int, turn: int) -> list[Span]:
     """Spans of the prompt's tokens from position known on."""
-    spans, position = [], 0
+    spans: list[Span] = []
+    position = 0
     for source, length in sources:
         new = min(length, position + length - known)
         if new > 0:

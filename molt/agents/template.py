@@ -104,7 +104,8 @@ class ChatTemplate:
 
     def _find_openings(self) -> None:
         """See how reasoning and answer of a turn begin and end."""
-        user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE_WORD}
+        user: Message = {"role": "user", "content": "Hi"}
+        answer: Message = {"role": "assistant", "content": PROBE_WORD}
         prompt = self.text([user], add_generation_prompt=True)
         found = []
         for turn in (answer, answer | {"reasoning_content": PROBE_THOUGHT, "thinking": PROBE_THOUGHT}):
@@ -116,7 +117,8 @@ class ChatTemplate:
         self.openings = tuple(sorted({opening for opening in found if opening}, key=len, reverse=True))
 
     def _find_turn_ends(self) -> tuple[str, ...]:
-        user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE_WORD}
+        user: Message = {"role": "user", "content": "Hi"}
+        answer: Message = {"role": "assistant", "content": PROBE_WORD}
         last = self._special_after_word([user, answer])
         if last is None:
             return ()

@@ -76,6 +76,12 @@ class Tokenizer:
         return self.inner.eos_token_id
 
     @cached_property
+    def adds_bos(self) -> bool:
+        """Whether it puts a begin-of-sequence id before a plain text by itself. A chat template writes its own."""
+        bos_id = self.inner.bos_token_id
+        return bos_id is not None and list(self.inner("a")["input_ids"])[:1] == [bos_id]
+
+    @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """Texts of the special tokens, longest first."""
         added = self.inner.added_tokens_decoder.values()

@@ -1,0 +1,147 @@
+"""The policy as one rollout calls it: messages in, an Action out; ids, limits and capture inside."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from molt.agents.conversation import CallPrompt, Conversation
+from molt.agents.env import Action, StopReason, check_messages
+from molt.agents.render import ChatRenderer
+from molt.agents.segments import SegmentBuilder
+from molt.data.messages import Message
+from molt.errors import AgentError, EngineError, MoltError
+from molt.rollout.engine import FinishReason, Generation, Sampling
+
+Generate = Callable[[str, Sequence[int], Sampling], Awaitable[Generation]]
+"""(request_id, prompt_ids, sampling) -> Generation."""
+
+MAX_CONTINUATIONS = 16
+"""Times that one call is taken up again after the engine cut it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """What bounds one rollout."""
+
+    max_turns: int
+    max_len: int
+    """Longest segment in tokens."""
+    timeout_s: float
+
+
+class LimitReached(BaseException):
+    """Leaves the agent's code when a limit of the rollout is reached; no Exception, so that `except Exception` lets it pass."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Policy:
+    """Implements molt.agents.env.Model for one rollout."""
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        generate: Generate,
+        *,
+        limits: EpisodeLimits,
+        sampling: Sampling,
+        rollout_id: str,
+        seed: int,
+        is_trainable: bool,
+        keep_history: bool = False,
+    ) -> None:
+        self.builder = SegmentBuilder(is_trainable=is_trainable)
+        self.num_turns = 0
+        self.is_waiting = False
+        """Whether a model call is in flight now."""
+        self.last_finish: FinishReason | None = None
+        self.first_cause: MoltError | None = None
+        """First error of engine, template or capture; it decides, even if the agent's code swallowed it."""
+        self.limit: StopReason | None = None
+        """The limit that was reached."""
+        self.too_long: str | None = None
+        """Set when the first prompt leaves no room to sample."""
+        self._conversation = Conversation(renderer, keep_history=keep_history)
+        self._generate = generate
+        self._limits = limits
+        self._sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *renderer.stop_token_ids})))
+        self._rollout_id = rollout_id
+        self._seed = seed
+
+    async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Action:
+        """Sample the next assistant message."""
+        if self.is_waiting:
+            raise AgentError("model.generate was called while a call of the same rollout was in flight; await one before the next")
+        if self.num_turns >= self._limits.max_turns:
+            self._stop(StopReason.MAX_TURNS)
+        self.is_waiting = True
+        try:
+            check_messages(messages)
+            prompt = self._conversation.prompt(messages)
+            generation = await self._sample(prompt, self._budget(prompt, max_new_tokens))
+            self.builder.add(prompt, generation, self.num_turns)
+        except MoltError as error:
+            self.first_cause = self.first_cause or error
+            raise
+        finally:
+            self.is_waiting = False
+        turn = self.num_turns
+        self.num_turns += 1
+        self.last_finish = generation.finish_reason
+        text = self._conversation.add(messages, prompt, generation.token_ids).text if len(generation.token_ids) else ""
+        return Action(text=text, token_ids=generation.token_ids, finish_reason=generation.finish_reason, turn=turn)
+
+    def _budget(self, prompt: CallPrompt, asked: int | None) -> int:
+        """Tokens that this call may sample."""
+        room = self._limits.max_len - len(prompt.token_ids)
+        if room <= 0:
+            if not self.builder.segments:
+                self.too_long = f"the first prompt has {len(prompt.token_ids)} tokens, data.max_len={self._limits.max_len} leaves no room"
+            self._stop(StopReason.CONTEXT)
+        return min(room, self._sampling.max_new_tokens, asked or room)
+
+    def _stop(self, reason: StopReason) -> None:
+        self.limit = reason
+        raise LimitReached(reason)
+
+    async def _sample(self, prompt: CallPrompt, budget: int) -> Generation:
+        """One call; a call that the engine cut goes on from the tokens it has, within the same budget and the same turn."""
+        parts: list[Generation] = []
+        prompt_ids = prompt.token_ids.tolist()
+        for part_number in range(MAX_CONTINUATIONS):
+            done_ids = [int(token_id) for part in parts for token_id in part.token_ids]
+            request_id = f"{self._rollout_id}/{self.num_turns}/{part_number}"
+            sampling = replace(self._sampling, max_new_tokens=budget - len(done_ids), seed=call_seed(self._seed, request_id))
+            part = await self._generate(request_id, prompt_ids + done_ids, sampling)
+            parts.append(part)
+            if part.finish_reason is not FinishReason.ABORT:
+                return join_generations(parts)
+            if len(done_ids) + len(part.token_ids) >= budget:
+                return replace(join_generations(parts), finish_reason=FinishReason.LENGTH)
+        raise EngineError(f"call {self._rollout_id}/{self.num_turns} was cut {MAX_CONTINUATIONS} times before it finished")
+
+
+def call_seed(seed: int, request_id: str) -> int:
+    """Seed of one model call, 31 bits: its own for every call of every member, the same in a repeated run."""
+    digest = hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def join_generations(parts: Sequence[Generation]) -> Generation:
+    """One generation out of the parts of a call that was cut and taken up again; routing comes from the last part."""
+    if len(parts) == 1:
+        return parts[0]
+    return Generation(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        policy_versions=np.concatenate([part.policy_versions for part in parts]),
+        kv_versions=np.concatenate([part.kv_versions for part in parts]),
+        finish_reason=parts[-1].finish_reason,
+        routed_experts=parts[-1].routed_experts,
+    )
