@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -161,30 +162,28 @@ def read_rows(reader: LogReader, segment_ids: Sequence[str]) -> list[Row]:
     if not segment_ids:
         return []
     batch = reader.cut().segments(list(segment_ids))
-    scalars = {name: batch.table.column(name).to_pylist() for name in ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode")}
-    rows = []
-    for place, (low, high) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
-        rows.append(
-            Row(
-                segment_id=scalars["segment_id"][place],
-                token_ids=batch.token_ids[low:high],
-                is_sampled=batch.is_sampled[low:high],
-                is_trainable=batch.is_trainable[low:high],
-                behaviour_logprobs=batch.behaviour_logprobs[low:high],
-                policy_versions=batch.policy_version[low:high],
-                temperature=scalars["temperature"][place],
-                top_p=scalars["top_p"][place],
-                top_k=scalars["top_k"][place],
-                logprobs_mode=scalars["logprobs_mode"][place],
-            )
+    scalars = {name: batch.column(name).to_pylist() for name in ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode")}
+    return [
+        Row(
+            segment_id=scalars["segment_id"][place],
+            token_ids=batch.token_ids_T[low:high],
+            is_sampled=batch.is_sampled_T[low:high],
+            is_trainable=batch.is_trainable_T[low:high],
+            behaviour_logprobs=batch.behaviour_logprobs_T[low:high],
+            policy_versions=batch.policy_version_T[low:high],
+            temperature=scalars["temperature"][place],
+            top_p=scalars["top_p"][place],
+            top_k=scalars["top_k"][place],
+            logprobs_mode=scalars["logprobs_mode"][place],
         )
-    return rows
+        for place, (low, high) in enumerate(pairwise(batch.offsets_S))
+    ]
 
 
 def recorded_scores(reader: LogReader, step: int, segment_ids: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
     """Newest score columns of each segment at a step, float32 with NaN for null."""
     columns = ["lsn", "step", "segment_id", "trainer_logprobs", "advantages", "gate_weights"]
-    table = reader.cut().table("scores", columns=columns, where=f"step = {int(step)}").sort_by("lsn")
+    table = reader.cut().table("scores", columns=columns, where=f"step = {int(step)}")
     wanted = set(segment_ids)
     found: dict[str, dict[str, np.ndarray]] = {}
     for row in range(table.num_rows):
@@ -231,10 +230,10 @@ def _scores(
 
 
 def _compare_column(step: int, segment_id: str, column: str, then: np.ndarray, now: np.ndarray) -> None:
-    """ReplayMismatchError at the first token whose bits differ; NaN equals NaN."""
+    """ReplayMismatchError at the first token whose bits differ; null and NaN are one."""
     if len(then) != len(now):
         raise ReplayMismatchError(f"step {step}, segment {segment_id}: {column} has {len(now)} tokens, recorded {len(then)}")
-    differs = ~((then == now) | (np.isnan(then) & np.isnan(now)))
+    differs = (then.view(np.int32) != now.view(np.int32)) & ~(np.isnan(then) & np.isnan(now))
     if differs.any():
         token = int(np.flatnonzero(differs)[0])
         raise ReplayMismatchError(

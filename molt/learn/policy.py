@@ -107,7 +107,9 @@ class Policy:
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self.scorer.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            tensors[_bare(name)] = whole.detach().to("cpu", dtype or whole.dtype)
+            whole = whole.detach().to("cpu", dtype or whole.dtype)
+            # A gathered tensor may be a view into a padded buffer; what leaves here owns exactly its bytes.
+            tensors[_bare(name)] = whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
         return tensors
 
     def _non_finite_names(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from molt.learn.model import load_model
 from molt.learn.policy import Policy
 from molt.learn.rank import PolicyRank
 from molt.learn.rows import Row
+from molt.log.rows import Segment, Span, TokenSource
 
 VOCAB = 97
 
@@ -137,3 +139,45 @@ def make_rank(config: Config, rows: Sequence[Row], *, num_steps: int = 10) -> Po
     scorer = load_model(config.actor.model_name_or_path or "", config.actor, config.fsdp)
     policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=num_steps)
     return PolicyRank(config, policy, MemoryJournal({row.segment_id: row for row in rows}), rank=dist.get_rank())
+
+
+def to_segments(rows: Sequence[Row], rewards: Sequence[float] | None = None) -> list[Segment]:
+    """Rows as finished rollouts of the log, one segment each."""
+    return [_segment(row, number, float(1 - number % 2) if rewards is None else rewards[number]) for number, row in enumerate(rows)]
+
+
+def _segment(row: Row, number: int, reward: float) -> Segment:
+    group_id, member, attempt, _ = row.segment_id.split("/")
+    return Segment(
+        rollout_id=f"{group_id}/{member}/{attempt}",
+        group_id=group_id,
+        segment_index=0,
+        num_segments=1,
+        member=int(member),
+        group_size=2,
+        prompt_id=group_id,
+        prompt_index=number // 2,
+        epoch=0,
+        token_ids=row.token_ids,
+        behaviour_logprobs=row.behaviour_logprobs,
+        spans=[
+            Span(
+                len=len(list(run)),
+                source=TokenSource.POLICY if version >= 0 else TokenSource.USER,
+                trainable=version >= 0,
+                policy_version=version if version >= 0 else None,
+                kv_version=version if version >= 0 else None,
+            )
+            for version, run in groupby(row.policy_versions.tolist())
+        ],
+        reward=reward,
+        is_terminated=True,
+        is_truncated=False,
+        stop_reason="terminated",
+        temperature=row.temperature,
+        engine="test",
+        tokenizer_digest="t",
+        template_digest="t",
+        started_at=0.0,
+        finished_at=1.0,
+    )
