@@ -9,20 +9,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from molt.audit.ledger import print_ledger
-from molt.learn.sft import warm_up
-
-from molt.audit.report import run_audit
+from molt.audit.report import audit_run
 from molt.cli.programs import load_program
 from molt.config import Config
 from molt.data.tiny import make_model, make_prompts, make_warmup
 from molt.errors import MoltError
+from molt.learn.sft import warm_up
 from molt.log.reader import LogReader
 from molt.places import folder
 from molt.runs import open_run
 from molt.settings import check, resolve
+from molt.view.audit import print_audit
 
-NUM_STEPS = 60
+NUM_STEPS = 50
 GAIN = 0.2
 """Least rise of the mean reward, last ten steps against the first ten."""
 
@@ -33,7 +32,8 @@ def settings(world: Path, *, runs: Path, name: str, flags: tuple[str, ...]) -> C
         "run.dir": runs,
         "run.name": name,
         "actor.model_name_or_path": world / "model",
-        "actor.learning_rate": 1e-3,
+        "actor.learning_rate": 3e-4,
+        "actor.weight_decay": 0.0,
         "data.prompt_dataset": world / "prompts.jsonl",
         "data.max_len": 96,
         "train.agent_path": folder("examples") / "calculator_agent.py",
@@ -42,8 +42,8 @@ def settings(world: Path, *, runs: Path, name: str, flags: tuple[str, ...]) -> C
         "train.async_queue_size": 1,
         "rollout.batch_size": 8,
         "rollout.n_samples_per_prompt": 8,
-        "rollout.max_new_tokens": 24,
-        "rollout.max_turns": 3,
+        "rollout.max_new_tokens": 16,
+        "rollout.max_turns": 4,
         "vllm.engine": "embedded",
         "algo.advantage.estimator": "grpo",
         "algo.advantage.is_correction_level": "token",
@@ -57,8 +57,8 @@ def make_world(world: Path) -> None:
     """Make the model, its tokenizer and the task, and warm the model up by supervised steps until it is right about one time in three."""
     make_model(world / "model")
     make_prompts(world / "prompts.jsonl", num_prompts=1024)
-    make_warmup(world / "warmup.jsonl", num_conversations=1024)
-    warm_up(world / "model", world / "warmup.jsonl")
+    make_warmup(world / "warmup.jsonl", num_conversations=4000)
+    warm_up(world / "model", world / "warmup.jsonl", num_steps=500, learning_rate=3e-3, batch_size=64)
 
 
 async def main(*, runs: str = "runs", name: str | None = None, flags: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -81,10 +81,10 @@ async def main(*, runs: str = "runs", name: str | None = None, flags: tuple[str,
         "seconds": round(time.monotonic() - began, 1),
     }
     print(f"mean reward of the first ten steps {seen['reward_first_ten']:.3f}, of the last ten {seen['reward_last_ten']:.3f}")
-    is_clean = run_audit(run)
-    print_ledger(run)
+    report = audit_run(run.path)
+    print_audit(report)
     print(f"took {seen['seconds']} s")
-    if not is_clean:
+    if not report.is_well:
         raise MoltError(f"the audit of {run.path} found violations; see above")
     if seen["reward_last_ten"] - seen["reward_first_ten"] < GAIN and len(rewards) >= 20:
         raise MoltError(f"the mean reward rose by less than {GAIN}; the run is kept for a look: {run.path}")

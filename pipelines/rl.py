@@ -43,7 +43,6 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                 async with alongside(leader.feed()):
                     while step < num_steps and not stopper.is_draining:
                         began = time.monotonic()
-                        progress.waiting(leader.waiting_for())
                         plan = await leader.next_plan(step, num_ranks=config.fsdp.num_ranks, is_stopped=lambda: stopper.is_draining)
                         if plan is None:
                             break

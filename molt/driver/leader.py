@@ -37,8 +37,6 @@ POLL_S = 0.02
 """Longest pause between two looks at the pool."""
 DRAIN_S = 10.0
 """Seconds that rollouts get to end when a run stops."""
-HEARTBEAT_S = 10.0
-"""Seconds of waiting after which the wait is said aloud."""
 
 
 class Leader:
@@ -53,7 +51,7 @@ class Leader:
         self.pool = house.pool
         self.say = say
         self.lsn_end = -1
-        """Largest lsn that the weights build on."""
+        """Largest lsn when the newest step was recorded: what the weights build on lies at or before it."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint of this attempt."""
         self.num_recorded = 0
@@ -197,7 +195,7 @@ class Leader:
         The last step of the last epoch takes what there is. Raises StalledError past train.step_timeout_s.
         """
         limit_s = self.config.train.step_timeout_s
-        began = said = time.monotonic()
+        began = time.monotonic()
         while not is_stopped():
             exhausted = self.is_exhausted
             num_groups = self.config.groups_per_step
@@ -210,12 +208,9 @@ class Leader:
                 return await self._plan(step, segments, verdicts, num_ranks)
             if verdicts:
                 await self.producer.append(events=[self._decided(verdict) for verdict in verdicts])
-            now = time.monotonic()
-            if now - began > limit_s:
+            if time.monotonic() - began > limit_s:
                 await self._stalled(limit_s)
-            if now - said > HEARTBEAT_S:
-                said = now
-                self.say(f"{self.waiting_for()} for {now - began:.0f} s")
+            self.say(self.waiting_for())
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), 0.5)
@@ -281,7 +276,7 @@ class Leader:
             ack = await self.producer.append(events=[refused])
         else:
             ack = await self.producer.append(events=[step_trained(result, wait_s=wait_s)], consumption=consumption(plan, result))
-        self.lsn_end = ack.lsn_last
+        self.lsn_end = ack.lsn_end
         self.num_recorded += 1
 
     def figures(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> dict[str, Any]:
