@@ -2,7 +2,7 @@
 
     flock      a lock of this machine on the file LEASE: free as soon as its holder is dead
     process    a name in this process (memory profile)
-    expiring   the object LEASE, made and replaced by compare-and-swap, renewed by its holder, free when its time is over
+    expiring   objects lease/<generation> made by conditional put, renewed by the holder, free when its time is over
 
 The lease only keeps the honest apart. What stops a writer that slept through the loss of its lease is the fence in commit.
 """
@@ -15,9 +15,9 @@ import os
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import orjson
 
@@ -26,6 +26,7 @@ from molt.log.home import Home, LocalHome
 from molt.log.store import Store
 
 NAME = "LEASE"
+_GENERATIONS = "lease/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,51 +135,50 @@ class ProcessLease:
 
 
 class ExpiringLease:
-    """The object LEASE with a time to live, renewed by a thread while the holder lives."""
+    """A row of objects lease/<generation>, each made by exactly one process: the newest is the holder while its time lasts.
+
+    Taking over is the creation of the next generation, so two processes that both see a dead holder cannot both succeed.
+    """
 
     def __init__(self, home: Home, *, ttl_s: float, steal: bool) -> None:
         self._home = home
         self._ttl_s = ttl_s
         self._me = Holder.me(ttl_s=ttl_s)
-        if not self._take(steal):
-            raise held_error(home, Holder.decode(home.read(NAME) or b""))
+        newest = self._newest()
+        holder = None if newest is None else Holder.decode(home.read(newest) or b"")
+        if newest is not None and holder is not None and not steal and (holder.expires_at or 0.0) > time.time():
+            raise held_error(home, holder)
+        self._name = f"{_GENERATIONS}{0 if newest is None else int(newest.removeprefix(_GENERATIONS)) + 1:012d}"
+        if not home.create(self._name, self._me.encode()):
+            raise held_error(home, Holder.decode(home.read(self._name) or b""))
+        for older in home.names(_GENERATIONS):
+            if older < self._name:
+                home.delete(older)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="molt-lease", daemon=True)
         self._thread.start()
 
-    def _take(self, steal: bool) -> bool:
-        if self._home.create(NAME, self._me.encode()):
-            return True
-        holder = Holder.decode(self._home.read(NAME) or b"")
-        is_free = steal or holder is None or (holder.expires_at or 0.0) < time.time()
-        if not is_free:
-            return False
-        self._home.write(NAME, self._me.encode())
-        time.sleep(0.05)
-        return self._is_mine()
-
-    def _is_mine(self) -> bool:
-        holder = Holder.decode(self._home.read(NAME) or b"")
-        return holder is not None and holder.token == self._me.token
+    def _newest(self) -> str | None:
+        return max(self._home.names(_GENERATIONS), default=None)
 
     def _renew(self) -> None:
         while not self._stop.wait(self._ttl_s / 3):
-            if not self._is_mine():
+            if self._newest() != self._name:
                 return
-            fields: dict[str, Any] = asdict(self._me) | {"expires_at": time.time() + self._ttl_s}
-            self._home.write(NAME, Holder(**fields).encode())
+            self._me = replace(self._me, expires_at=time.time() + self._ttl_s)
+            self._home.write(self._name, self._me.encode())
 
     def check(self) -> None:
-        """Raise FencedError when another took it."""
-        if not self._is_mine():
-            raise FencedError(f"log={self._home.where}: the lease was taken by another writer; stop this one")
+        """Raise FencedError when it may have passed to another: its time is over by this clock. The fence of the commit does the rest."""
+        if time.time() > (self._me.expires_at or 0.0):
+            raise FencedError(f"log={self._home.where}: the lease ran out at {time.ctime(self._me.expires_at)}; another writer may hold the run")
 
     def release(self) -> None:
-        """Stop renewing and free it."""
+        """Stop renewing; what is left of its time is given up."""
         self._stop.set()
         self._thread.join(timeout=self._ttl_s)
-        if self._is_mine():
-            self._home.delete(NAME)
+        if self._newest() == self._name:
+            self._home.write(self._name, replace(self._me, expires_at=0.0).encode())
 
 
 def take_lease(home: Home, store: Store, *, steal: bool = False) -> Lease:
