@@ -1,4 +1,4 @@
-"""The verbs train, replay and settings."""
+"""The verbs train, replay, demo and settings."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def mount(app: App) -> None:
     """Add the verbs."""
     app.command(train)
     app.command(replay)
+    app.command(demo)
     app.command(settings)
 
 
@@ -94,6 +95,24 @@ def replay(
     elif isinstance(report, dict):
         emit_table(("replay", "value"), report.items())
     return report if isinstance(report, int) else None
+
+
+def demo(*flags: Settings, runs: str = "runs", name: str | None = None, json: Switch = False) -> None:
+    """Make a tiny model and a task with a tool, train it with GRPO through Ray, the log and FSDP2, and audit the run.
+
+    Parameters
+    ----------
+    runs
+        Folder that holds the runs.
+    name
+        Name of the run; made when absent.
+    json
+        Print JSON.
+    """
+    environ.prepare()
+    seen = run_program("demo", runs=runs, name=name, flags=flags)
+    if json:
+        emit_json(seen)
 
 
 def settings(*, changed_by: Files = (), json: Switch = False) -> None:
