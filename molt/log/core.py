@@ -13,6 +13,7 @@ from lance.fragment import FragmentMetadata
 from molt.errors import FencedError, LogError
 from molt.log.crash import crashpoint
 from molt.log.descriptor import ensure_descriptor
+from molt.log.heal import Healing, heal_table
 from molt.log.home import Home, LocalHome
 from molt.log.lease import take_lease
 from molt.log.stamp import LogState, Stamp, newest_stamp
@@ -30,7 +31,8 @@ class Pending:
     """By table: fragments and rows_end."""
 
 
-def _fragments(encoded: list[Any]) -> list[FragmentMetadata]:
+def decoded_fragments(encoded: list[Any]) -> list[FragmentMetadata]:
+    """Fragments from an intent."""
     return [FragmentMetadata.from_json(orjson.dumps(fragment).decode()) for fragment in encoded]
 
 
@@ -48,6 +50,8 @@ class LogCore:
             self.tables = {name: LogTable(home, name, store.codec) for name in TABLES}
             self.state = LogState()
             self.pending: Pending | None = None
+            self.healings: list[Healing] = []
+            """Torn manifests that were set aside while opening."""
             self._open(attempt)
             self._known_payloads: set[str] | None = None
         except BaseException:
@@ -57,6 +61,8 @@ class LogCore:
     def _open(self, attempt: int) -> None:
         for tries in range(5):
             stamps = {name: self._open_table(table) for name, table in self.tables.items()}
+            if any(healing.redo for healing in self.healings):
+                stamps = self._redo(stamps)
             self._adopt(stamps)
             if attempt < self.state.attempt:
                 raise FencedError(f"log={self.home.where}: attempt={attempt} is over, {self.state.attempt} has begun; stop this one")
@@ -70,10 +76,29 @@ class LogCore:
                     raise
 
     def _open_table(self, table: LogTable) -> Stamp:
-        if not table.open():
+        try:
+            exists = table.open()
+        except (ValueError, OSError):
+            healing = heal_table(self.home, table.name)
+            if healing is None:
+                raise
+            self.healings.append(healing)
+            exists = table.open()
+        if not exists:
             empty = LogState(rows_end={table.name: 0})
             table.create(empty.stamp(table.name, "epoch"))
         return newest_stamp(table.dataset)
+
+    def _redo(self, stamps: dict[str, Stamp]) -> dict[str, Stamp]:
+        """Make commits again that were lost with a torn manifest: the head of a group from its own intent; the rest is rolled forward."""
+        for healing in self.healings:
+            for stamp in healing.redo:
+                part = (stamp.intent or {}).get(healing.table)
+                newest = max(known.group for known in stamps.values())
+                if part is not None and stamps[healing.table].group < stamp.group <= newest + 1:
+                    self.tables[healing.table].commit(decoded_fragments(part["fragments"]), stamp)
+                    stamps[healing.table] = stamp
+        return stamps
 
     def _adopt(self, stamps: dict[str, Stamp]) -> None:
         """Take the state from the newest stamps and find what the newest group still owes."""
@@ -94,7 +119,7 @@ class LogCore:
         self.pending = None
         if head is not None and head.intent is not None:
             rest = {
-                name: (_fragments(part["fragments"]), int(part["rows_end"]))
+                name: (decoded_fragments(part["fragments"]), int(part["rows_end"]))
                 for name, part in head.intent.items()
                 if stamps[name].group < newest
             }
@@ -184,7 +209,7 @@ class LogCore:
         head, rest = names[0], names[1:]
         rows_end = {name: state.rows_end[name] + sum(map(len, rows.get(name, []))) for name in names}
         intent = {
-            name: {"fragments": [fragment.to_json() for fragment in written[name]], "rows_end": rows_end[name]} for name in rest
+            name: {"fragments": [fragment.to_json() for fragment in written[name]], "rows_end": rows_end[name]} for name in names
         }
         stamp = Stamp(
             kind="group",
@@ -195,7 +220,7 @@ class LogCore:
             lsn_end=lsn,
             rows_end=rows_end[head],
             marks=state.marks | marks,
-            intent=intent or None,
+            intent=intent,
         )
         self.tables[head].commit(written[head], stamp)
         if self._known_payloads is not None:

@@ -16,8 +16,11 @@ from typing import Any
 import lance
 import orjson
 
-KEY = "molt"
-"""Name of the transaction property that holds the stamp."""
+from molt.errors import CorruptLogError
+from molt.log.digest import bytes_digest
+
+KEY, CHECK = "molt", "molt.check"
+"""Names of the transaction properties that hold the stamp and its digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +42,20 @@ class Stamp:
     marks: dict[str, tuple[int, str]] | None = None
     """High-water mark per producer: seq and digest of its last message. On heads, epochs and carries."""
     intent: dict[str, dict[str, Any]] | None = None
-    """On a head: for each further table of the group, its fragments and rows_end."""
+    """On a head: for each table of the group, itself included, its fragments and rows_end."""
 
     def to_properties(self) -> dict[str, str]:
         """The stamp as transaction properties."""
-        return {KEY: orjson.dumps({name: value for name, value in asdict(self).items() if value is not None}).decode()}
+        text = orjson.dumps({name: value for name, value in asdict(self).items() if value is not None})
+        return {KEY: text.decode(), CHECK: bytes_digest(text).hex()}
 
     @classmethod
     def from_properties(cls, properties: dict[str, str] | None) -> Stamp | None:
         """The stamp in transaction properties; None when there is none."""
         if not properties or KEY not in properties:
             return None
+        if bytes_digest(properties[KEY].encode()).hex() != properties.get(CHECK):
+            raise CorruptLogError("the stamp of a commit fails its digest; run molt fsck")
         fields = orjson.loads(properties[KEY])
         if fields.get("marks") is not None:
             fields["marks"] = {name: (seq, digest) for name, (seq, digest) in fields["marks"].items()}

@@ -43,6 +43,8 @@ class LogWriter:
         self._is_closing = False
         self._is_stopped = False
         self._failure: MoltError | None = None
+        if core.healings:
+            self._note([event("log_healed", table_name=item.table, version=item.version, quarantined=list(item.quarantined)) for item in core.healings])
         self._thread = threading.Thread(target=self._loop, name="molt-log-writer", daemon=True)
         self._thread.start()
 
