@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from molt.agents.render import ChatRenderer, Layout, Piece, SampledTurn
-from molt.data.messages import Message
+from molt.data.messages import TURN_KEY, Message
 from molt.log.rows import TokenSource
 
 
@@ -46,13 +46,14 @@ class Conversation:
         self.renderer = renderer
         self.keep_history = keep_history
         """Keep every sampled id of an unchanged history, even where the template would leave old reasoning out."""
-        self.turns: list[SampledTurn] = []
+        self.turns: dict[int, SampledTurn] = {}
+        """Sampled turns by the number of their call."""
         self._calls: list[_Call] = []
 
     def prompt(self, messages: Sequence[Message]) -> CallPrompt:
         """Ids of the next call for these messages."""
-        messages = tuple(messages)
         turns = self._match(messages)
+        messages = tuple(_bare(message) for message in messages)
         layout = self.renderer.layout(messages, turns)
         whole = self._whole(layout, turns)
         last = self._calls[-1] if self._calls else None
@@ -62,16 +63,16 @@ class Conversation:
         continues = len(whole[0]) >= len(last.token_ids) and np.array_equal(whole[0][: len(last.token_ids)], last.token_ids)
         is_kept = self.keep_history or not any(layout.num_dropped)
         if is_same and not continues and is_kept:
-            whole = _appended(last, layout.gaps[-1], self.turns[-1])
+            whole = _appended(last, layout.gaps[-1], self.turns[max(self.turns)])
         return CallPrompt(token_ids=whole[0], sources=whole[1], opened_by="template" if is_same else self._why_changed(messages))
 
-    def add(self, messages: Sequence[Message], prompt: CallPrompt, token_ids: np.ndarray) -> SampledTurn:
+    def add(self, messages: Sequence[Message], prompt: CallPrompt, token_ids: np.ndarray, *, number: int | None = None) -> SampledTurn:
         """Record what was sampled for a prompt. Returns the turn; its text is what the agent sees."""
         turn = self.renderer.turn(token_ids)
-        self.turns.append(turn)
+        self.turns[max(self.turns, default=-1) + 1 if number is None else number] = turn
         self._calls.append(
             _Call(
-                messages=(*(dict(message) for message in messages), {"role": "assistant", "content": turn.text}),
+                messages=tuple(_bare(message) for message in (*messages, {"role": "assistant", "content": turn.text})),
                 token_ids=np.concatenate([prompt.token_ids, token_ids]),
                 prompt=prompt,
             )
@@ -79,13 +80,19 @@ class Conversation:
         return turn
 
     def _match(self, messages: Sequence[Message]) -> dict[int, SampledTurn]:
-        """Which assistant messages are turns that were sampled here: those with a turn's exact text, in the order of the turns."""
+        """Which assistant messages are turns that were sampled here: those with a turn's exact text, in the order of the turns.
+
+        A message that names its turn is that one; its text must still be the turn's, since an edited text was not sampled.
+        """
         found: dict[int, SampledTurn] = {}
         number = 0
         for place, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            later = [index for index in range(number, len(self.turns)) if self.turns[index].text == message["content"]]
+            later = [index for index, turn in self.turns.items() if index >= number and turn.text == message["content"]]
+            named = message.get(TURN_KEY)
+            if named in later:
+                later = [named]
             if later:
                 found[place] = self.turns[later[0]]
                 number = later[0] + 1
@@ -112,3 +119,8 @@ def _appended(last: _Call, gap: Piece, turn: SampledTurn) -> tuple[np.ndarray, t
     """The ids of the last call as they are, then the gap that the template writes after the last turn."""
     sources = (*last.prompt.sources, (TokenSource.HISTORY, len(turn.token_ids)), *gap.sources)
     return np.concatenate([last.token_ids, gap.token_ids]), sources
+
+
+def _bare(message: Message) -> Message:
+    """The message as templates see it."""
+    return {key: value for key, value in message.items() if key != TURN_KEY}

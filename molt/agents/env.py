@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from molt.data.messages import ROLES, Message
+from molt.data.messages import ROLES, TURN_KEY, Message
 from molt.data.prompts import Prompt
 from molt.errors import AgentError
 from molt.rollout.engine import FinishReason
@@ -108,7 +108,7 @@ class Action:
     @property
     def message(self) -> Message:
         """The assistant message that stands for these ids in later calls."""
-        return {"role": "assistant", "content": self.text}
+        return {"role": "assistant", "content": self.text, TURN_KEY: self.turn}
 
     @property
     def is_cut(self) -> bool:

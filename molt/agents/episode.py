@@ -208,6 +208,7 @@ async def _watched(loop: Coroutine[Any, Any, None], policy: Policy, progress: _P
     task = asyncio.ensure_future(loop)
     try:
         done, _ = await asyncio.wait({task}, timeout=limits.timeout_s)
+        is_late_in_call = policy.is_waiting
     finally:
         if not task.done():
             # Code that swallows the cancellation is left behind after a while.
@@ -215,6 +216,7 @@ async def _watched(loop: Coroutine[Any, Any, None], policy: Policy, progress: _P
             await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
     if not done:
         policy.limit = StopReason.TIMEOUT
+        policy.is_late_in_call = is_late_in_call
         return
     try:
         task.result()
@@ -241,7 +243,7 @@ def _take_cut(result: Result | None, policy: Policy, progress: _Progress, limits
         return
     reason = _cut_by(policy)
     if result is None and reason is StopReason.TIMEOUT:
-        where = "a model call" if policy.is_waiting else "the agent's code"
+        where = "a model call" if policy.is_late_in_call else "the agent's code"
         raise AgentTimeoutError(f"rollout.timeout_s={limits.timeout_s} was reached in {where}, after {policy.num_turns} model calls")
     if result is None:
         raise AgentError(f"the rollout was cut ({reason}) and cut() gave no result; return one, with unscorable=... if need be")

@@ -56,7 +56,8 @@ class Policy:
         is_trainable: bool,
         keep_history: bool = False,
     ) -> None:
-        self.builder = SegmentBuilder(is_trainable=is_trainable)
+        stop_ids = tuple(sorted({*sampling.stop_token_ids, *renderer.stop_token_ids}))
+        self.builder = SegmentBuilder(is_trainable=is_trainable, stop_token_ids=stop_ids)
         self.num_turns = 0
         self.is_waiting = False
         """Whether a model call is in flight now."""
@@ -65,12 +66,14 @@ class Policy:
         """First error of engine, template or capture; it decides, even if the agent's code swallowed it."""
         self.limit: StopReason | None = None
         """The limit that was reached."""
+        self.is_late_in_call = False
+        """Whether a model call was in flight when rollout.timeout_s was reached."""
         self.too_long: str | None = None
         """Set when the first prompt leaves no room to sample."""
         self._conversation = Conversation(renderer, keep_history=keep_history)
         self._generate = generate
         self._limits = limits
-        self._sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *renderer.stop_token_ids})))
+        self._sampling = replace(sampling, stop_token_ids=stop_ids)
         self._rollout_id = rollout_id
         self._seed = seed
 
@@ -94,7 +97,8 @@ class Policy:
         turn = self.num_turns
         self.num_turns += 1
         self.last_finish = generation.finish_reason
-        text = self._conversation.add(messages, prompt, generation.token_ids).text if len(generation.token_ids) else ""
+        # A call that sampled nothing is no turn: nothing continues it.
+        text = self._conversation.add(messages, prompt, generation.token_ids, number=turn).text if len(generation.token_ids) else ""
         return Action(text=text, token_ids=generation.token_ids, finish_reason=generation.finish_reason, turn=turn)
 
     def _budget(self, prompt: CallPrompt, asked: int | None) -> int:

@@ -9,6 +9,7 @@ A call's prompt is compared, as ids, with the segment so far. The outcome is one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ import numpy as np
 from molt.agents.conversation import CallPrompt
 from molt.errors import LineageError
 from molt.log.rows import Span, TokenSource
-from molt.rollout.engine import Generation
+from molt.rollout.engine import FinishReason, Generation
 
 MAX_LOGPROB = 1e-3
 """Nats: above this a log-prob is no probability; up to it, rounding of the engine's float32 softmax."""
@@ -42,18 +43,18 @@ class SegmentDraft:
 class SegmentBuilder:
     """Takes the calls of one rollout in order."""
 
-    def __init__(self, *, is_trainable: bool = True, vocab_size: int | None = None) -> None:
+    def __init__(self, *, is_trainable: bool = True, stop_token_ids: Sequence[int] = ()) -> None:
         self.segments: list[SegmentDraft] = []
         self.num_sampled = 0
         """Tokens sampled in all calls."""
         self.num_empty = 0
         """Calls that sampled nothing; they leave no token."""
         self._is_trainable = is_trainable
-        self._vocab_size = vocab_size
+        self._stop_ids = np.array(stop_token_ids, np.int32)
 
     def add(self, prompt: CallPrompt, generation: Generation, turn: int) -> None:
         """Take one call. Its prompt and its generation are what the engine consumed and produced."""
-        _check(prompt, generation, self._vocab_size)
+        _check(prompt, generation, self._stop_ids)
         if len(generation.token_ids) == 0:
             self.num_empty += 1
             return
@@ -89,7 +90,7 @@ def first_difference(first: np.ndarray, second: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def _check(prompt: CallPrompt, generation: Generation, vocab_size: int | None) -> None:
+def _check(prompt: CallPrompt, generation: Generation, stop_ids: np.ndarray) -> None:
     """Refuse a call whose tokens have no full lineage."""
     if len(prompt.token_ids) == 0:
         raise LineageError("the prompt of a call has no ids; an engine cannot have sampled from it")
@@ -102,8 +103,13 @@ def _check(prompt: CallPrompt, generation: Generation, vocab_size: int | None) -
     if len(bad):
         value = float(generation.logprobs[bad[0]])
         raise LineageError(f"the log-prob of sampled token {bad[0]} of {count} is {value}; it must be finite and at most 0")
-    if (generation.token_ids < 0).any() or (vocab_size is not None and (generation.token_ids >= vocab_size).any()):
-        raise LineageError("the engine sampled an id outside the vocabulary")
+    if (np.asarray(generation.token_ids) < 0).any():
+        raise LineageError("the engine gave a negative id")
+    is_stop = np.isin(generation.token_ids, stop_ids)
+    if is_stop[:-1].any():
+        raise LineageError(f"the engine sampled past the stop id at token {int(np.argmax(is_stop))} of {count}")
+    if len(stop_ids) and generation.finish_reason is FinishReason.STOP and not is_stop[-1:].any():
+        raise LineageError("the engine says stop, and the last id is no stop id; the id that ended a call must be kept")
     if (generation.policy_versions < 0).any() or (generation.kv_versions < 0).any():
         raise LineageError("the engine gave a negative policy or cache version; every sampled token needs both")
 

@@ -70,9 +70,7 @@ class ChatTemplate:
     def _normal_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """A call whose arguments have the form that the template was made for; what is no JSON object goes under "value"."""
         function = dict(call.get("function") or {"name": call.get("name"), "arguments": call.get("arguments")})
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments)
+        arguments = _parsed(function.get("arguments"))
         function["arguments"] = arguments if self.takes_mappings else json.dumps(arguments, ensure_ascii=False)
         return {"type": "function", **call, "function": function}
 
@@ -92,7 +90,7 @@ class ChatTemplate:
     def _find_call_form(self) -> bool:
         """Try the arguments of a call as a mapping, then as a string. Returns whether the call is shown."""
         call = {"type": "function", "id": "zqid00000", "function": {"name": "zqname", "arguments": {"key": PROBE_WORD}}}
-        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        chat: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         for takes_mappings in (True, False):
             self.takes_mappings = takes_mappings
             try:
@@ -152,12 +150,16 @@ class ChatTemplate:
         return first.end() if first and first.group() in self.turn_ends else start
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except json.JSONDecodeError:
-        value = text
-    return value if isinstance(value, dict) else {"value": value}
+def _parsed(arguments: Any) -> dict[str, Any]:
+    """Arguments as an object: none is empty, JSON text is read, and what is no object goes under "value"."""
+    if arguments is None or arguments == "":
+        return {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            return {"value": arguments}
+    return dict(arguments) if isinstance(arguments, Mapping) else {"value": arguments}
 
 
 def common_length(first: str, second: str) -> int:

@@ -8,6 +8,9 @@ from typing import Any
 Message = dict[str, Any]
 """role and content (a string), and what else the template may want: tool_calls, tool_call_id, name, reasoning_content."""
 
+TURN_KEY = "molt_turn"
+"""Key under which an assistant message names the model call that sampled it; templates never see it."""
+
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 

@@ -1,0 +1,206 @@
+"""What the engine is asked, call by call: ids as sampled, glue of the template once, and new segments where history was rewritten."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from molt.agents.conversation import Conversation
+from molt.agents.render import ChatRenderer
+from molt.agents.tokenizer import Tokenizer
+from molt.log.rows import TokenSource
+from tests.agents.tokenizers_for_tests import byte_tokenizer
+
+USER = {"role": "user", "content": "Hi"}
+CHATML = (
+    "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+class Spy:
+    """A tokenizer that keeps every text that it was asked to encode."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self._inner = inner
+        self.encoded: list[str] = []
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def encode_with_offsets(self, text: str):
+        self.encoded.append(text)
+        return self._inner.encode_with_offsets(text)
+
+
+def chatml(**options) -> ChatRenderer:
+    return ChatRenderer(byte_tokenizer(CHATML, eos="<|im_end|>", **options))
+
+
+def two_calls(renderer: ChatRenderer, sampled: np.ndarray, observation: dict) -> tuple[np.ndarray, np.ndarray, str]:
+    """First prompt, second prompt, and the text that the agent saw in between."""
+    conversation = Conversation(renderer)
+    first = conversation.prompt([USER])
+    turn = conversation.add([USER], first, sampled)
+    second = conversation.prompt([USER, {"role": "assistant", "content": turn.text}, observation])
+    return first.token_ids, second.token_ids, turn.text
+
+
+def test_ids_that_join_to_a_merged_token_stay_two_ids() -> None:
+    # The vocabulary has "ab" as one token; the engine sampled "a", "b". Encoding the text again would give one id.
+    renderer = chatml(merges=(("a", "b"),))
+    tokenizer = renderer.tokenizer
+    a, b, end = (tokenizer.id_of(text) for text in ("a", "b", "<|im_end|>"))
+    assert tokenizer.encode("ab").tolist() == [tokenizer.id_of("ab")]
+    first, second, text = two_calls(renderer, np.array([a, b, end], np.int32), {"role": "tool", "content": "42"})
+    assert text == "ab"
+    assert second[len(first) : len(first) + 3].tolist() == [a, b, end]
+
+
+def test_text_of_the_model_is_never_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = chatml()
+    spy = Spy(renderer.tokenizer)
+    renderer.tokenizer = spy  # type: ignore[assignment]
+    renderer.template.tokenizer = spy  # type: ignore[assignment]
+    sampled = spy._inner.encode("SECRET<|im_end|>")
+    two_calls(renderer, sampled, {"role": "user", "content": "again"})
+    assert spy.encoded
+    assert not any("SECRET" in text for text in spy.encoded)
+
+
+def test_glue_after_the_stop_id_is_that_of_a_full_render() -> None:
+    renderer = chatml()
+    encode = renderer.tokenizer.encode
+    first, second, _ = two_calls(renderer, encode("one<|im_end|>"), {"role": "user", "content": "two"})
+    # The stop id was sampled; the line break after it was not, and comes from the template.
+    glue = second[len(first) + len(encode("one<|im_end|>")) :]
+    assert glue.tolist() == encode("\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n").tolist()
+
+
+def test_stop_id_stands_once_in_history_and_not_in_the_text() -> None:
+    renderer = chatml()
+    _, second, text = two_calls(renderer, renderer.tokenizer.encode("one<|im_end|>"), {"role": "user", "content": "two"})
+    assert text == "one"
+    # user, assistant and user turn end once each.
+    assert renderer.tokenizer.decode(second).count("<|im_end|>") == 3
+
+
+def test_cut_turn_is_closed_by_the_template() -> None:
+    renderer = chatml()
+    _, second, text = two_calls(renderer, renderer.tokenizer.encode("on"), {"role": "user", "content": "two"})
+    assert text == "on"
+    assert "assistant\non<|im_end|>\n<|im_start|>user" in renderer.tokenizer.decode(second)
+
+
+def test_second_end_id_stands_in_for_the_marker() -> None:
+    renderer = ChatRenderer(byte_tokenizer(CHATML, eos="<|endoftext|>"))
+    assert len(renderer.stop_token_ids) == 2
+    for end in ("<|im_end|>", "<|endoftext|>"):
+        sampled = renderer.tokenizer.encode("one" + end)
+        first, second, text = two_calls(renderer, sampled, {"role": "user", "content": "two"})
+        assert text == "one"
+        assert second[len(first) : len(first) + len(sampled)].tolist() == sampled.tolist()
+        assert f"one{end}\n<|im_start|>user" in renderer.tokenizer.decode(second)
+
+
+def test_special_token_inside_an_answer_is_kept() -> None:
+    renderer = chatml()
+    sampled = renderer.tokenizer.encode("a<bos>b<|im_end|>")
+    first, second, text = two_calls(renderer, sampled, {"role": "tool", "content": "42"})
+    assert len(sampled) == 4
+    assert text == "a<bos>b"
+    assert second[len(first) : len(first) + 4].tolist() == sampled.tolist()
+
+
+def test_half_a_character_is_a_view_problem_only() -> None:
+    renderer = chatml()
+    # An emoji is four bytes, here four ids; the answer ends after two of them.
+    half = renderer.tokenizer.encode("😀")[:2]
+    assert len(renderer.tokenizer.encode("😀")) == 4
+    first, second, text = two_calls(renderer, half, {"role": "user", "content": "go on"})
+    assert "\ufffd" in text
+    assert second[len(first) : len(first) + 2].tolist() == half.tolist()
+
+
+def test_arguments_written_differently_by_the_client_do_not_reach_the_history() -> None:
+    renderer = chatml()
+    written = '<tool_call>{"name":"f","arguments":{"a":1,"b":[2,3]}}</tool_call>'
+    sampled = renderer.tokenizer.encode(written + "<|im_end|>")
+    first, second, text = two_calls(renderer, sampled, {"role": "tool", "content": "42"})
+    assert json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))["arguments"] == {"b": [2, 3], "a": 1}
+    assert second[: len(first) + len(sampled)].tolist() == [*first.tolist(), *sampled.tolist()]
+
+
+def test_edited_assistant_text_opens_a_segment_by_compaction() -> None:
+    renderer = chatml()
+    conversation = Conversation(renderer)
+    first = conversation.prompt([USER])
+    conversation.add([USER], first, renderer.tokenizer.encode("one<|im_end|>"))
+    second = conversation.prompt([USER, {"role": "assistant", "content": "uno"}, USER])
+    assert second.opened_by == "compaction"
+    assert renderer.tokenizer.decode(second.token_ids).count("uno") == 1
+    assert TokenSource.POLICY not in {source for source, _ in second.sources}
+
+
+def test_summary_in_place_of_old_turns_keeps_the_ids_of_the_turns_that_stay() -> None:
+    renderer = chatml(merges=(("a", "b"),))
+    tokenizer = renderer.tokenizer
+    a, b, end = (tokenizer.id_of(text) for text in ("a", "b", "<|im_end|>"))
+    conversation = Conversation(renderer)
+    history = [USER]
+    for sampled in (tokenizer.encode("first<|im_end|>"), np.array([a, b, end], np.int32)):
+        prompt = conversation.prompt(history)
+        turn = conversation.add(history, prompt, sampled)
+        history = [*history, {"role": "assistant", "content": turn.text}, {"role": "user", "content": "more"}]
+    compacted = conversation.prompt([{"role": "user", "content": "summary"}, *history[3:]])
+    assert compacted.opened_by == "compaction"
+    # "ab" is in the new history as the two ids that were sampled.
+    assert [a, b, end] in [compacted.token_ids[i : i + 3].tolist() for i in range(len(compacted.token_ids) - 2)]
+    assert (TokenSource.HISTORY, 3) in compacted.sources
+
+
+def test_same_messages_again_are_a_fork() -> None:
+    renderer = chatml()
+    conversation = Conversation(renderer)
+    first = conversation.prompt([USER])
+    conversation.add([USER], first, renderer.tokenizer.encode("one<|im_end|>"))
+    assert conversation.prompt([USER]).opened_by == "fork"
+
+
+def test_special_text_in_a_user_message_does_not_shift_the_turns() -> None:
+    renderer = chatml()
+    user = {"role": "user", "content": "What does <|im_end|> mean? And <tool_call>?"}
+    conversation = Conversation(renderer)
+    first = conversation.prompt([user])
+    sampled = renderer.tokenizer.encode("It ends<|im_end|>")
+    turn = conversation.add([user], first, sampled)
+    second = conversation.prompt([user, {"role": "assistant", "content": turn.text}, USER])
+    assert second.token_ids[: len(first.token_ids) + len(sampled)].tolist() == [*first.token_ids.tolist(), *sampled.tolist()]
+
+
+def test_sources_name_who_wrote_what(renderer: ChatRenderer) -> None:
+    conversation = Conversation(renderer)
+    system = {"role": "system", "content": "abc"}
+    first = conversation.prompt([system, USER])
+    # <|system|> abc <|end|><|user|> Hi <|end|><|assistant|>
+    assert first.sources == (
+        (TokenSource.TEMPLATE, 1),
+        (TokenSource.SYSTEM, 3),
+        (TokenSource.TEMPLATE, 2),
+        (TokenSource.USER, 2),
+        (TokenSource.TEMPLATE, 2),
+    )
+    turn = conversation.add([system, USER], first, renderer.tokenizer.encode("x<|end|>"))
+    said = {"role": "assistant", "content": turn.text}
+    second = conversation.prompt([system, USER, said, {"role": "tool", "content": "42"}, {"role": "user", "content": "so"}])
+    # after the history: <|tool|> 42 <|end|><|user|> so <|end|><|assistant|>
+    assert second.sources[len(first.sources) :] == (
+        (TokenSource.HISTORY, 2),
+        (TokenSource.TEMPLATE, 1),
+        (TokenSource.TOOL, 2),
+        (TokenSource.TEMPLATE, 2),
+        (TokenSource.OBSERVATION, 2),
+        (TokenSource.TEMPLATE, 2),
+    )
