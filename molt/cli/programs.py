@@ -42,8 +42,8 @@ def load_program(name: str) -> ModuleType:
     return module
 
 
-def run_program(name: str, *arguments: Any, **named: Any) -> Any:
+def run_program(program: str, /, *arguments: Any, **named: Any) -> Any:
     """Call main of a pipeline, awaiting it when it is asynchronous; returns what it returns."""
-    main = load_program(name).main
+    main = load_program(program).main
     result = main(*arguments, **named)
     return asyncio.run(result) if inspect.iscoroutine(result) else result
