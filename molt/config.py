@@ -59,6 +59,9 @@ class ReferenceSettings(Room):
     model_name_or_path: str | None = None
     """Folder of the frozen model; the initial actor when absent and a KL term is on."""
     offload: bool = False
+    """Keep its weights on the host between uses (on a GPU)."""
+    placement: Literal["colocated", "apart"] = "colocated"
+    """colocated: in the trainer ranks, sharded with them; apart: in as many processes of its own."""
 
 
 class DataSettings(Room):

@@ -69,7 +69,9 @@ def _varlen(
     left = -1 if window is None else window - 1
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (L, H, D)
     longest = max(lengths)
-    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0))[None]
+    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0))
+    assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
+    return output[None]
 
 
 def block_causal_mask(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

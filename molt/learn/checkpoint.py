@@ -48,6 +48,8 @@ class Position:
     weights_digest: str
     num_updates: dict[str, int]
     """Updates made, by policy (actor, critic): the place in the schedule."""
+    kl_coef: float | None = None
+    """Coefficient of the divergence in force; None when never set."""
 
 
 def save(root: Path, policies: dict[str, Policy], position: Position) -> Path:

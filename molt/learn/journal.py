@@ -21,11 +21,16 @@ from molt.config import Config
 from molt.errors import ReplayMismatchError
 from molt.learn.result import RecordedStep, StepResult
 from molt.learn.rows import MicroBatch, Row
+from molt.learn.step import Step
 from molt.log.rows import Event, Score, event
 
 if TYPE_CHECKING:
     from molt.log.producer import Producer
     from molt.log.reader import LogReader
+
+
+COMPARED = ("trainer_logprobs", "reference_logprobs", "teacher_logprobs", "values", "advantages", "gate_weights")
+"""Score columns that replay compares."""
 
 
 class Journal(Protocol):
@@ -35,19 +40,8 @@ class Journal(Protocol):
         """Rows in the order asked, each checked against its digest."""
         ...
 
-    def scores(
-        self,
-        plan: StepPlan,
-        rank: int,
-        batches: Sequence[MicroBatch],
-        logprobs: Sequence[torch.Tensor],
-        gates: Sequence[Gate],
-        advantages: Sequence[torch.Tensor],
-        reference: Sequence[torch.Tensor],
-        teacher: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-    ) -> float:
-        """Keep (or compare) what one rank computed, one item per micro-batch. Returns the seconds that it took."""
+    def scores(self, step: Step, rank: int) -> float:
+        """Keep (or compare) what one rank computed. Returns the seconds that it took."""
         ...
 
     def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
@@ -68,40 +62,15 @@ class LogJournal:
         """Rows in the order asked."""
         return read_rows(self.reader, segment_ids)
 
-    def scores(
-        self,
-        plan: StepPlan,
-        rank: int,
-        batches: Sequence[MicroBatch],
-        logprobs: Sequence[torch.Tensor],
-        gates: Sequence[Gate],
-        advantages: Sequence[torch.Tensor],
-        reference: Sequence[torch.Tensor],
-        teacher: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-    ) -> float:
+    def scores(self, step: Step, rank: int) -> float:
         """Append scores and gate decisions of one rank and wait for the ack; in replay, compare scores with those recorded."""
         begun = time.monotonic()
-        made = [
-            score
-            for number, batch in enumerate(batches)
-            for score in _scores(
-                plan,
-                rank,
-                batch,
-                logprobs[number],
-                gates[number],
-                advantages[number],
-                reference[number] if reference else None,
-                teacher[number] if teacher else None,
-                values[number] if values else None,
-            )
-        ]
+        made = [score for number in range(len(step.batches)) for score in _scores(step, number, rank)]
         if self.producer is None:
-            self._compare(plan, made)
+            self._compare(step.plan, made)
         elif made:
-            decided = [e for batch, gate in zip(batches, gates, strict=True) for e in self._gate_events(plan, batch, gate)]
-            self.producer.append_sync(scores=made, events=decided)
+            batches = zip(step.batches, step.columns.gates, strict=True)
+            self.producer.append_sync(scores=made, events=[e for batch, gate in batches for e in self._gate_events(step.plan, batch, gate)])
         return time.monotonic() - begun
 
     def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
@@ -149,12 +118,8 @@ class LogJournal:
             then = recorded.get(score.segment_id)
             if then is None:
                 raise ReplayMismatchError(f"step {plan.step}, segment {score.segment_id}: the log holds no score of it")
-            for column, now in (
-                ("trainer_logprobs", score.trainer_logprobs),
-                ("advantages", score.advantages),
-                ("gate_weights", score.gate_weights),
-            ):
-                _compare_column(plan.step, score.segment_id, column, then[column], now)
+            for column in COMPARED:
+                _compare_column(plan.step, score.segment_id, column, then.get(column), getattr(score, column))
 
 
 def read_rows(reader: LogReader, segment_ids: Sequence[str]) -> list[Row]:
@@ -182,55 +147,53 @@ def read_rows(reader: LogReader, segment_ids: Sequence[str]) -> list[Row]:
 
 def recorded_scores(reader: LogReader, step: int, segment_ids: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
     """Newest score columns of each segment at a step, float32 with NaN for null."""
-    columns = ["lsn", "step", "segment_id", "trainer_logprobs", "advantages", "gate_weights"]
-    table = reader.cut().table("scores", columns=columns, where=f"step = {int(step)}")
+    table = reader.cut().table("scores", columns=["lsn", "step", "segment_id", *COMPARED], where=f"step = {int(step)}")
     wanted = set(segment_ids)
     found: dict[str, dict[str, np.ndarray]] = {}
     for row in range(table.num_rows):
         segment_id = table["segment_id"][row].as_py()
         if segment_id in wanted:
             found[segment_id] = {
-                name: table[name][row].values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False) for name in columns[3:]
+                name: table[name][row].values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+                for name in COMPARED
+                if table[name][row].is_valid
             }
     return found
 
 
-def _scores(
-    plan: StepPlan,
-    rank: int,
-    batch: MicroBatch,
-    logprobs_N: torch.Tensor,
-    gate: Gate,
-    advantages_N: torch.Tensor,
-    reference_N: torch.Tensor | None,
-    teacher_N: torch.Tensor | None,
-    values_N: torch.Tensor | None,
-) -> list[Score]:
+def _scores(step: Step, number: int, rank: int) -> list[Score]:
     """Score rows of one micro-batch."""
+    plan, columns, batch = step.plan, step.columns, step.batches[number]
+    advantages_N, weights_N = step.known.advantages_of(batch), columns.gates[number].weights_T
     scores, at = [], 0
     for place in batch.places:
-        planned = plan.segments[place]
-        span = slice(at, at + planned.n_sampled)
+        span = slice(at, at + plan.segments[place].n_sampled)
         scores.append(
             Score(
                 step=plan.step,
                 policy_version=plan.policy_version,
-                segment_id=planned.segment_id,
+                segment_id=plan.segments[place].segment_id,
                 rank=rank,
-                trainer_logprobs=logprobs_N[span].numpy(),
-                reference_logprobs=None if reference_N is None else reference_N[span].numpy(),
-                teacher_logprobs=None if teacher_N is None else teacher_N[span].numpy(),
-                values=None if values_N is None else values_N[span].numpy(),
+                trainer_logprobs=columns.logprobs[number][span].numpy(),
+                reference_logprobs=columns.reference[number][span].numpy() if columns.reference else None,
+                teacher_logprobs=columns.teacher[number][span].numpy() if columns.teacher else None,
+                values=columns.values[number][span].numpy() if columns.values else None,
                 advantages=advantages_N[span].numpy(),
-                gate_weights=gate.weights_T[span].numpy(),
+                gate_weights=weights_N[span].numpy(),
             )
         )
-        at += planned.n_sampled
+        at = span.stop
     return scores
 
 
-def _compare_column(step: int, segment_id: str, column: str, then: np.ndarray, now: np.ndarray) -> None:
+def _compare_column(step: int, segment_id: str, column: str, then: np.ndarray | None, now: np.ndarray | None) -> None:
     """ReplayMismatchError at the first token whose bits differ; null and NaN are one."""
+    if then is None or now is None:
+        if then is not now:
+            raise ReplayMismatchError(
+                f"step {step}, segment {segment_id}: {column} is {'absent' if now is None else 'there'}, not so in the record"
+            )
+        return
     if len(then) != len(now):
         raise ReplayMismatchError(f"step {step}, segment {segment_id}: {column} has {len(now)} tokens, recorded {len(then)}")
     differs = (then.view(np.int32) != now.view(np.int32)) & ~(np.isnan(then) & np.isnan(now))

@@ -21,7 +21,10 @@ from molt.learn.packing import Packed
 class TokenScorer(nn.Module):
     """A causal language model whose forward gives log-prob and entropy of each sampled token of packed rows."""
 
-    def __init__(self, lm: nn.Module, *, attention_name: str) -> None:
+    lm: Any
+    """The Hugging Face model."""
+
+    def __init__(self, lm: Any, *, attention_name: str) -> None:
         super().__init__()
         self.lm = lm
         self.attention_name = attention_name
@@ -30,15 +33,17 @@ class TokenScorer(nn.Module):
 
     def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probs and (N,) entropies, nats, float32; the entropies are zeros unless wanted."""
-        inputs: dict[str, Any] = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "use_cache": False}
-        inputs |= self._attention_inputs(packed)
+        inputs = self.inputs(packed)
         if not self.has_plain_head:
             logits_NV = self.lm(**inputs, logits_to_keep=packed.index_N).logits[0]
             return logits_logprobs(logits_NV, packed.target_N, packed.temperature_N)
-        hidden_LD = self.lm.base_model(**inputs).last_hidden_state[0]
+        hidden_ND = self.lm.base_model(**inputs).last_hidden_state[0][packed.index_N]
         head = self.lm.get_output_embeddings()
-        hidden_ND = hidden_LD[packed.index_N]
         return head_logprobs(hidden_ND, head.weight, head.bias, packed.target_N, packed.temperature_N, wants_entropy=wants_entropy)
+
+    def inputs(self, packed: Packed) -> dict[str, Any]:
+        """Arguments of the language model for packed rows."""
+        return {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "use_cache": False} | self._attention_inputs(packed)
 
     def _attention_inputs(self, packed: Packed) -> dict[str, Any]:
         """What the attention needs to keep rows apart."""
@@ -54,6 +59,27 @@ class TokenScorer(nn.Module):
     def dtype(self) -> torch.dtype:
         """Dtype that the layers compute in, for masks."""
         return next(self.lm.parameters()).dtype
+
+
+class TokenValuer(nn.Module):
+    """A value for the state before each sampled token: the body of a language model and one linear map, in place of its head."""
+
+    def __init__(self, scorer: TokenScorer, *, head: dict[str, torch.Tensor] | None = None) -> None:
+        """head: saved weights of the value head; zeros otherwise, so that every value begins at 0."""
+        super().__init__()
+        self.scorer = scorer
+        scorer.lm.set_output_embeddings(nn.Identity())
+        self.value_head = nn.Linear(scorer.lm.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        if head is not None:
+            self.value_head.load_state_dict(head)
+
+    def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) values and (N,) zeros, float32."""
+        hidden_ND = self.scorer.lm.base_model(**self.scorer.inputs(packed)).last_hidden_state[0][packed.index_N]
+        values_N = self.value_head(hidden_ND)[:, 0].float()
+        return values_N, torch.zeros_like(values_N)
 
 
 def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScorer:
@@ -74,7 +100,7 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScor
     return TokenScorer(lm, attention_name=name)
 
 
-def prepare(lm: nn.Module, actor: ActorSettings) -> None:
+def prepare(lm: Any, actor: ActorSettings) -> None:
     """Turn dropout off (the engine has none), freeze what is to stay, and set activation checkpointing."""
     lm.train()
     for module in lm.modules():
@@ -113,9 +139,8 @@ def attention_name(fsdp: FsdpSettings) -> str:
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated layers, outermost only, in order: the units that are sharded."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
-    if not lists:
-        return []
-    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
+    sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
+    return list(lists[sizes.index(max(sizes))]) if lists else []
 
 
 def _scales_logits(config: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import NonFiniteError
-from molt.learn.model import TokenScorer, decoder_blocks
+from molt.learn.model import decoder_blocks
 from molt.learn.packing import Packed
 
 SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,7 +37,7 @@ class Policy:
 
     def __init__(
         self,
-        scorer: nn.Module,
+        scorer: Any,
         actor: ActorSettings,
         fsdp: FsdpSettings,
         *,
@@ -48,10 +48,10 @@ class Policy:
         """num_steps: length of the schedule. learning_rate: in place of the actor's (a critic has its own)."""
         self.actor = actor
         self.peak_learning_rate = actor.learning_rate if learning_rate is None else learning_rate
-        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        self.device = device_of(mesh)
         self.num_steps = num_steps
         self.num_updates = 0
-        self.scorer = shard(scorer, actor, fsdp, mesh)
+        self.scorer: Any = shard(scorer, actor, fsdp, mesh)
         self.parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=self.peak_learning_rate, betas=actor.adam_betas, weight_decay=actor.weight_decay
@@ -64,7 +64,9 @@ class Policy:
     @torch.no_grad()
     def score(self, packed: Packed, *, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """The same without a graph."""
-        return self.scorer(packed.to(self.device), wants_entropy)
+        output = self.scorer(packed.to(self.device), wants_entropy)
+        self.scorer.reshard()  # the root keeps whole weights for a backward pass that does not come here
+        return output
 
     def learning_rate(self) -> float:
         """Of the next update: linear warm-up, then the schedule down to actor.min_learning_rate."""
@@ -82,13 +84,20 @@ class Policy:
 
     def update(self) -> Update:
         """Clip and step once. Raises NonFiniteError, with weights and optimizer unchanged, for a gradient that is not finite."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(grad_norm):
+        return self.apply(self.gradient_norm())
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Norm over all ranks, the same on each. Raises NonFiniteError for one that is not finite, and forgets the gradient."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not bool(torch.isfinite(norm)):
             bad = self._non_finite_names()
             self.forget_gradient()
-            raise NonFiniteError(f"gradient norm {grad_norm}, not finite in {', '.join(bad) or 'the sum'}; the step is refused")
+            raise NonFiniteError(f"gradient norm {float(norm)}, not finite in {', '.join(bad) or 'the sum'}; the step is refused")
+        return norm
+
+    def apply(self, norm: torch.Tensor) -> Update:
+        """Clip by that norm and step once."""
         torch.nn.utils.clip_grads_with_norm_(self.parameters, self.actor.max_grad_norm, norm)
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
@@ -96,7 +105,7 @@ class Policy:
         self.optimizer.step()
         self.forget_gradient()
         self.num_updates += 1
-        return Update(grad_norm=grad_norm, learning_rate=rate)
+        return Update(grad_norm=float(norm), learning_rate=rate)
 
     def forget_gradient(self) -> None:
         """Drop what was accumulated since the last update."""
@@ -105,11 +114,13 @@ class Policy:
     def full_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole tensors on the CPU under the model's own names, tied ones once. A collective: every rank gets all."""
         tensors: dict[str, torch.Tensor] = {}
+        self.scorer.reshard()
         for name, parameter in self.scorer.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             whole = whole.detach().to("cpu", dtype or whole.dtype)
-            # A gathered tensor may be a view into a padded buffer; what leaves here owns exactly its bytes.
-            tensors[_bare(name)] = whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
+            # A gathered tensor may be a view into a padded buffer, and on one rank it is the weight itself; what leaves is a copy.
+            is_view = parameter.device.type == "cpu" or whole.untyped_storage().nbytes() != whole.nbytes
+            tensors[_bare(name)] = whole.clone() if is_view else whole
         return tensors
 
     def _non_finite_names(self) -> list[str]:
@@ -117,6 +128,11 @@ class Policy:
         named = ((_bare(name), p.grad) for name, p in self.scorer.named_parameters() if p.grad is not None)
         bad = [name for name, grad in named if not bool(torch.isfinite(_local(grad)).all())]
         return bad[:3]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: DeviceMesh) -> nn.Module:
@@ -133,13 +149,6 @@ def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: Dev
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return scorer
-
-
-def optimizer_state(policy: Policy) -> dict[str, Any]:
-    """What a checkpoint keeps beside the weights: moments by parameter name, and the place in the schedule."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    return {"optimizer": get_optimizer_state_dict(policy.scorer, policy.optimizer), "num_updates": policy.num_updates}
 
 
 def _bare(name: str) -> str:

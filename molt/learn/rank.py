@@ -9,99 +9,77 @@ Ranks run this in step; every line marked "agree" is a collective, so all turn b
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from molt.admission.plan import StepPlan
-from molt.algo.advantage import Advantages, compute_advantages, get_estimator
+from molt.algo.advantage import compute_advantages, get_estimator
 from molt.algo.batch import RaggedBatch
 from molt.algo.correction import Gate, importance_gate
-from molt.algo.kl import kl_estimate, kl_loss
+from molt.algo.kl import kl_estimate, kl_loss, next_coefficient
 from molt.algo.loss import entropy_loss, policy_loss, token_scale
 from molt.algo.reward import shape_rewards
 from molt.config import Config
 from molt.errors import LineageError, NonFiniteError
 from molt.learn import exchange, tally
+from molt.learn.beside import Beside, is_distilled, needs_critic, needs_frozen
 from molt.learn.journal import Journal
 from molt.learn.policy import Policy, Update
 from molt.learn.result import RecordedStep, Refusal, RefusalReason, StepResult
 from molt.learn.rows import MicroBatch, Row, check_lineage, digest_of, micro_batches, row_digest
+from molt.learn.step import Columns, Step, WholeBatch
 from molt.learn.weights import sent_digest
 
-
-@dataclass(slots=True)
-class Columns:
-    """Token columns of a rank, one tensor for each of its micro-batches, on the CPU."""
-
-    logprobs: list[torch.Tensor] = field(default_factory=list)
-    gates: list[Gate] = field(default_factory=list)
-    reference: list[torch.Tensor] = field(default_factory=list)
-    teacher: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class WholeBatch:
-    """What every rank computes alike over the whole batch."""
-
-    advantages: Advantages
-    scale_T: torch.Tensor
-    offsets: np.ndarray
-    metrics: dict[str, float]
-
-    def of(self, column_T: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """The tokens of one micro-batch of a column over T. # (N,)"""
-        parts = [column_T[self.offsets[p] : self.offsets[p + 1]] for p in batch.places]
-        return torch.cat(parts) if parts else column_T[:0]
+FrozenColumns = Sequence[np.ndarray]
+"""Log-probs of a frozen model that stands apart: one float32 array for each micro-batch of the rank."""
 
 
 class PolicyRank:
     """The work of one rank. It holds the policy, and what the algorithm needs beside it."""
 
-    def __init__(self, config: Config, policy: Policy, journal: Journal, *, rank: int) -> None:
+    def __init__(self, config: Config, policy: Policy, journal: Journal, *, rank: int, beside: Beside | None = None) -> None:
         self.config = config
         self.policy = policy
         self.journal = journal
         self.rank = rank
+        self.beside = beside or Beside()
+        self.kl_coef = config.algo.kl.coef
+        """In force; the adaptive controller moves it after each step."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
-    def train(self, plan: StepPlan, recorded: RecordedStep | None = None) -> StepResult:
+    def train(self, plan: StepPlan, recorded: RecordedStep | None = None, frozen: FrozenColumns | None = None) -> StepResult:
         """One step. Every rank returns the same result; a refused step changes neither weights nor optimizer.
 
-        recorded: what the log says of the step, in replay; a difference raises ReplayMismatchError.
+        recorded: what the log says of the step, in replay; a difference raises ReplayMismatchError. frozen: log-probs of the
+        reference or teacher, where it stands apart.
         """
         begun = time.monotonic()
         rows, refusal, log_s = self._read(plan)
         if refusal is not None:
             return tally.refused(plan, refusal, train_s=time.monotonic() - begun, log_s=log_s)
-        batches = micro_batches(plan, self.rank, rows)
-        columns = Columns()
-        if self._scores_first():
-            columns.logprobs = [self._score(batch) for batch in batches]
+        step = self._step(plan, rows, frozen)
         try:
-            whole = self._whole_batch(plan, batches, columns)
+            step.whole = self._whole_batch(step)
         except NonFiniteError as error:  # the same on every rank: the inputs are
             return tally.refused(plan, _non_finite(error), train_s=time.monotonic() - begun, log_s=log_s)
-        sums = tally.Sums()
-        refusal = self._pass(plan, batches, columns, whole, sums)
-        total = tally.total(exchange.gather(sums))
+        refusal = self._pass(step)
+        total = tally.total(exchange.gather(step.sums))
         if refusal is None and total.n_kept == 0:
             refusal = Refusal(
                 reason=RefusalReason.NOTHING_KEPT, error=f"no trainable token of {plan.n_sampled} sampled is left after the gate"
             )
-        digests = self._digests(plan, batches, rows, whole, sums)
-        writing = self._write(plan, batches, columns, whole, refusal)
+        digests = self._digests(step)
+        writing = self._write(step, refusal)
         update = None
         if refusal is None:
-            update, refusal = self._update()
+            update, refusal = self._update(step)
         else:
-            self.policy.forget_gradient()
-        if refusal is None and self.config.train.epochs_per_batch > 1:
-            update = self._more_epochs(plan, batches, columns, whole, update)
+            self._forget()
+        if refusal is None:
+            update = self._more_epochs(step, update)
         weights_digest = self._weights_digest(plan) if refusal is None else None
         log_s += writing.result() if writing is not None else 0.0
         result = tally.result(
@@ -111,12 +89,13 @@ class PolicyRank:
             refusal=refusal,
             digests=digests,
             weights_digest=weights_digest,
-            metrics=whole.metrics,
-            uses=tally.uses(plan, exchange.gather(tally.kept(batches, columns.gates))),
+            metrics=step.known.metrics | {"kl_coef": self.kl_coef},
+            uses=tally.uses(plan, exchange.gather(tally.kept(step.batches, step.columns.gates))),
             train_s=time.monotonic() - begun,
             log_s=log_s,
         )
         self.journal.compare_step(plan, result, recorded)
+        self._steer(plan, total, refusal)
         return result
 
     def _read(self, plan: StepPlan) -> tuple[dict[int, Row], Refusal | None, float]:
@@ -134,10 +113,32 @@ class PolicyRank:
             found = Refusal(reason=RefusalReason.LINEAGE, error=str(error))
         return rows, exchange.first_refusal(found), log_s
 
+    def _step(self, plan: StepPlan, rows: dict[int, Row], frozen: FrozenColumns | None) -> Step:
+        """Pack the rows, and score first what has to be known before the update."""
+        batches = micro_batches(plan, self.rank, rows)
+        columns = Columns()
+        if self._scores_first():
+            columns.logprobs = [self._score(batch) for batch in batches]
+        if needs_frozen(self.config):
+            found = [torch.from_numpy(column) for column in frozen] if frozen is not None else self._frozen_scores(batches)
+            columns.reference = found if self.config.algo.kl.coef > 0 else []
+            columns.teacher = found if is_distilled(self.config) else []
+        if self.beside.critic is not None:
+            columns.values = self.beside.critic.values(batches)
+        kl = self.config.algo.kl.model_copy(update={"coef": self.kl_coef})
+        return Step(
+            plan=plan,
+            algo=self.config.algo.model_copy(update={"kl": kl}),
+            rows=rows,
+            batches=batches,
+            columns=columns,
+            is_actor_frozen=needs_critic(self.config) and plan.step < self.config.critic.warmup_steps,
+        )
+
     def _scores_first(self) -> bool:
         """Whether something needs the log-probs of the whole batch before the update."""
-        estimator = get_estimator(self.config.algo.advantage.estimator)
-        return self.config.train.epochs_per_batch > 1 or bool({"logprobs", "teacher_logprobs"} & estimator.needs) or self._has_kl_reward()
+        needs = get_estimator(self.config.algo.advantage.estimator).needs
+        return self.config.train.epochs_per_batch > 1 or bool({"logprobs", "teacher_logprobs"} & needs) or self._has_kl_reward()
 
     def _has_kl_reward(self) -> bool:
         return self.config.algo.kl.coef > 0 and self.config.algo.kl.use == "reward"
@@ -145,167 +146,179 @@ class PolicyRank:
     def _score(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probs without a graph. # (N,)"""
         logprobs, _ = self.policy.score(batch.packed)
-        return logprobs.cpu() if not batch.is_dummy else logprobs[:0].cpu()
+        return logprobs[:0].cpu() if batch.is_dummy else logprobs.cpu()
 
-    def _whole_batch(self, plan: StepPlan, batches: list[MicroBatch], columns: Columns) -> WholeBatch:
+    def _frozen_scores(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        assert self.beside.frozen is not None, "a frozen model is needed and neither beside the policy nor apart"
+        return self.beside.frozen.score(batches)
+
+    def _whole_batch(self, step: Step) -> WholeBatch:
         """Advantages and loss scale of the whole batch, alike on every rank."""
-        config = self.config
-        is_trainable_T = self._gather(plan, [batch.is_trainable_N for batch in batches]) > 0
-        batch = RaggedBatch.from_rows(plan.segments, is_trainable_T=is_trainable_T)
-        shaped = shape_rewards(batch, config.algo, max_len=config.data.max_len)
-        logprobs_T = self._gather(plan, columns.logprobs) if columns.logprobs else None
+        config, columns = self.config, step.columns
+        is_trainable_T = self._gather(step, [batch.is_trainable_N for batch in step.batches]) > 0
+        batch = RaggedBatch.from_rows(step.plan.segments, is_trainable_T=is_trainable_T)
+        shaped = shape_rewards(batch, step.algo, max_len=config.data.max_len)
+        logprobs_T = self._gather(step, columns.logprobs) if columns.logprobs else None
         kl_T = None
         if self._has_kl_reward() and logprobs_T is not None:
-            kl_T = kl_estimate(config.algo.kl.estimator, logprobs_T, self._gather(plan, columns.reference))
+            kl_T = kl_estimate(config.algo.kl.estimator, logprobs_T, self._gather(step, columns.reference))
         advantages = compute_advantages(
             config.algo.advantage.estimator,
             shaped.batch,
-            config.algo,
+            step.algo,
             kl_T=kl_T,
-            values_T=self._gather(plan, columns.values) if columns.values else None,
+            values_T=self._gather(step, columns.values) if columns.values else None,
             logprobs_T=logprobs_T,
-            teacher_logprobs_T=self._gather(plan, columns.teacher) if columns.teacher else None,
+            teacher_logprobs_T=self._gather(step, columns.teacher) if columns.teacher else None,
         )
+        metrics = {f"shaped_{name}" if name == "reward_mean" else name: value for name, value in advantages.metrics.items()}
         return WholeBatch(
             advantages=advantages,
             scale_T=token_scale(config.algo.loss.aggregation, batch),
-            offsets=exchange.token_offsets(plan),
-            metrics={f"reward_{k}" if k.startswith("num_") else k: v for k, v in shaped.metrics.items()} | advantages.metrics,
+            offsets=exchange.token_offsets(step.plan),
+            metrics=metrics | {f"reward_{name}": value for name, value in shaped.metrics.items()},
         )
 
-    def _gather(self, plan: StepPlan, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _gather(self, step: Step, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A column over T from each rank's micro-batches."""
         own = torch.cat([part.float() for part in parts]) if parts else torch.zeros(0)
-        return exchange.gather_column(plan, self.rank, own, device=self.policy.device)
+        return exchange.gather_column(step.plan, self.rank, own, device=self.policy.device)
 
-    def _pass(self, plan: StepPlan, batches: list[MicroBatch], columns: Columns, whole: WholeBatch, sums: tally.Sums) -> Refusal | None:
-        """Forward, gate, loss and backward of every micro-batch; the refusal that all ranks agree on."""
+    def _pass(self, step: Step) -> Refusal | None:
+        """Forward, gate, loss and backward of every micro-batch, critic included; the refusal that all ranks agree on."""
         found: Refusal | None = None
-        for number, batch in enumerate(batches):
-            logprobs, entropy = self.policy(batch.packed, wants_entropy=True)
-            if batch.is_dummy:
-                (logprobs.sum() * 0.0).backward()
-                columns.gates.append(_empty_gate(self.config))
-                if len(columns.logprobs) == number:
-                    columns.logprobs.append(torch.zeros(0))
-                sums.losses.append(0.0)
-                continue
-            if len(columns.logprobs) == number:
-                columns.logprobs.append(logprobs.detach().cpu())
-            try:
-                loss = self._loss(plan, number, batch, logprobs, entropy, columns, whole, sums)
-            except (LineageError, NonFiniteError) as error:
-                reason = RefusalReason.LINEAGE if isinstance(error, LineageError) else RefusalReason.NON_FINITE
-                ids = ", ".join(plan.segments[p].segment_id for p in batch.places)
-                found = found or Refusal(reason=reason, error=f"rank {self.rank}, micro-batch {number} ({ids}): {error}")
-                columns.gates.append(_empty_gate(self.config, columns.logprobs[number], batch))
-                loss = logprobs.sum() * 0.0
-            sums.losses.append(float(loss.detach()))
-            if found is None and not np.isfinite(sums.losses[-1]):
-                found = Refusal(reason=RefusalReason.NON_FINITE, error=f"rank {self.rank}, micro-batch {number}: loss {sums.losses[-1]}")
-            loss.backward()
+        for number, batch in enumerate(step.batches):
+            with torch.set_grad_enabled(not step.is_actor_frozen):
+                logprobs, entropy = self.policy(batch.packed, wants_entropy=True)
+                if len(step.columns.logprobs) == number:
+                    step.columns.logprobs.append(logprobs.detach().cpu()[: 0 if batch.is_dummy else None])
+                loss, refusal = logprobs.sum() * 0.0, None
+                if batch.is_dummy:
+                    step.columns.gates.append(_empty_gate(step, number))
+                else:
+                    loss, refusal = self._loss_or_refusal(step, number, logprobs, entropy)
+            step.sums.losses.append(float(loss.detach()))
+            found = found or refusal
+            if not step.is_actor_frozen:
+                loss.backward()
+        if self.beside.critic is not None:
+            self.beside.critic.accumulate(step)
         return exchange.first_refusal(found)
 
-    def _loss(
-        self,
-        plan: StepPlan,
-        number: int,
-        batch: MicroBatch,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        columns: Columns,
-        whole: WholeBatch,
-        sums: tally.Sums,
-    ) -> torch.Tensor:
+    def _loss_or_refusal(
+        self, step: Step, number: int, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, Refusal | None]:
+        """Loss of one micro-batch; what is wrong with it becomes a refusal, so that the rank stays in step with the others."""
+        ids = ", ".join(step.plan.segments[p].segment_id for p in step.batches[number].places)
+        where = f"rank {self.rank}, micro-batch {number} ({ids})"
+        try:
+            loss = self._loss(step, number, logprobs, entropy)
+        except (LineageError, NonFiniteError) as error:
+            reason = RefusalReason.LINEAGE if isinstance(error, LineageError) else RefusalReason.NON_FINITE
+            step.columns.gates.append(_empty_gate(step, number))
+            return logprobs.sum() * 0.0, Refusal(reason=reason, error=f"{where}: {error}")
+        if not bool(torch.isfinite(loss)):
+            return loss, Refusal(reason=RefusalReason.NON_FINITE, error=f"{where}: loss {float(loss)}")
+        return loss, None
+
+    def _loss(self, step: Step, number: int, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         """Loss of one micro-batch with its graph; gate and sums are noted. Raises LineageError or NonFiniteError."""
-        config, device = self.config, logprobs.device
-        old_N, row_N = columns.logprobs[number], batch.packed.row_N
-        tally.check_finite(plan, batch, old_N)
+        algo, batch, device = step.algo, step.batches[number], logprobs.device
+        old_N, row_N = step.columns.logprobs[number], batch.packed.row_N
+        tally.check_finite(step.plan, batch, old_N)
         gate = importance_gate(
             old_N,
             batch.behaviour_N,
             row_N,
-            config.algo,
+            algo,
             num_segments=len(batch.places),
             is_trainable_T=batch.is_trainable_N,
             version_T=batch.version_N,
-            trainer_version=plan.policy_version,
+            trainer_version=step.plan.policy_version,
         )
-        columns.gates.append(gate)
-        scale_N = whole.of(whole.scale_T, batch).to(device)
+        scale_N = step.known.scale_of(batch).to(device)
         weights_N = gate.weights_T.to(device)
-        output = policy_loss(
-            config.algo.loss.name,
-            logprobs,
-            old_N.to(device),
-            whole.of(whole.advantages.advantages_T, batch).to(device),
-            weights_N,
-            scale_N,
-            config.algo,
-            segment_T=row_N.to(device),
-        )
+        advantages_N = step.known.advantages_of(batch).to(device)
+        output = policy_loss(algo.loss.name, logprobs, old_N.to(device), advantages_N, weights_N, scale_N, algo, segment_T=row_N.to(device))
         loss = output.loss
-        if config.algo.loss.entropy_coef != 0:
-            loss = loss + entropy_loss(entropy, scale_N, config.algo.loss.entropy_coef)
-        if config.algo.kl.coef > 0 and config.algo.kl.use == "loss":
-            reference_N = columns.reference[number].to(device)
-            loss = loss + config.algo.kl.coef * kl_loss(config.algo.kl.estimator, logprobs, reference_N, scale_N, weights_N)
-        sums.add(gate, entropy.detach().cpu(), batch.is_trainable_N, output.metrics)
+        if algo.loss.entropy_coef != 0:
+            loss = loss + entropy_loss(entropy, scale_N, algo.loss.entropy_coef)
+        if step.columns.reference:
+            reference_N = step.columns.reference[number]
+            step.sums.reference_kl += float(kl_estimate(algo.kl.estimator, old_N, reference_N)[batch.is_trainable_N].double().sum())
+            if algo.kl.use == "loss":
+                loss = loss + algo.kl.coef * kl_loss(algo.kl.estimator, logprobs, reference_N.to(device), scale_N, weights_N)
+        step.columns.gates.append(gate)
+        step.sums.add(gate, entropy.detach().cpu(), batch.is_trainable_N, output.metrics)
         return loss
 
-    def _update(self) -> tuple[Update | None, Refusal | None]:
-        """One optimizer update, or why not. The gradient norm is over all ranks, so all decide alike."""
+    def _update(self, step: Step) -> tuple[Update | None, Refusal | None]:
+        """One update of the actor and of the critic, or of neither. Norms are over all ranks, so all decide alike."""
+        critic = self.beside.critic
         try:
-            return self.policy.update(), None
+            critic_norm = critic.measure() if critic is not None else None
+            update = None if step.is_actor_frozen else self.policy.update()
         except NonFiniteError as error:
+            self._forget()
             return None, exchange.first_refusal(_non_finite(error))
+        if critic is not None and critic_norm is not None:
+            done = critic.apply(critic_norm)
+            step.known.metrics.update({"critic_grad_norm": done.grad_norm, "critic_learning_rate": done.learning_rate})
+        if step.is_actor_frozen:
+            step.known.metrics["is_actor_frozen"] = 1.0
+            update = Update(grad_norm=0.0, learning_rate=0.0)
+        return update, None
 
-    def _more_epochs(
-        self, plan: StepPlan, batches: list[MicroBatch], columns: Columns, whole: WholeBatch, update: Update | None
-    ) -> Update | None:
+    def _more_epochs(self, step: Step, update: Update | None) -> Update | None:
         """Further passes over the same batch against the log-probs of its start. A refused one ends them; what was learned stays."""
         for epoch in range(1, self.config.train.epochs_per_batch):
-            again = Columns(logprobs=columns.logprobs, reference=columns.reference)
-            refusal = self._pass(plan, batches, again, whole, tally.Sums())
+            columns = Columns(logprobs=step.columns.logprobs, reference=step.columns.reference, values=step.columns.values)
+            again = Step(
+                plan=step.plan,
+                algo=step.algo,
+                rows=step.rows,
+                batches=step.batches,
+                columns=columns,
+                whole=step.whole,
+                is_actor_frozen=step.is_actor_frozen,
+            )
+            refusal = self._pass(again)
             if refusal is None:
-                latest, refusal = self._update()
+                latest, refusal = self._update(again)
             if refusal is not None:
-                self.policy.forget_gradient()
-                whole.metrics["num_refused_epochs"] = float(self.config.train.epochs_per_batch - epoch)
-                break
+                self._forget()
+                step.known.metrics["num_refused_epochs"] = float(self.config.train.epochs_per_batch - epoch)
+                return update
             update = latest
         return update
 
-    def _digests(
-        self, plan: StepPlan, batches: list[MicroBatch], rows: dict[int, Row], whole: WholeBatch, sums: tally.Sums
-    ) -> tuple[str, str]:
+    def _forget(self) -> None:
+        """Drop the gradients of this step."""
+        self.policy.forget_gradient()
+        if self.beside.critic is not None:
+            self.beside.critic.policy.forget_gradient()
+
+    def _steer(self, plan: StepPlan, total: tally.Sums, refusal: Refusal | None) -> None:
+        """Move the coefficient of the divergence towards its target."""
+        if refusal is None and self.config.algo.kl.target is not None and total.n_trainable:
+            measured = total.reference_kl / total.n_trainable
+            kl = self.config.algo.kl
+            self.kl_coef = next_coefficient(self.kl_coef, measured, target=kl.target, horizon=kl.horizon, n_steps=plan.num_rollouts)
+
+    def _digests(self, step: Step) -> tuple[str, str]:
         """Batch digest and loss digest over all ranks."""
-        advantages, offsets = whole.advantages.advantages_T.numpy(), whole.offsets
-        own = {p: row_digest(rows[p], advantages[offsets[p] : offsets[p + 1]]) for batch in batches for p in batch.places}
-        facts: list[tuple[dict[int, str], list[float]]] = exchange.gather((own, sums.losses))
+        advantages, offsets = step.known.advantages.advantages_T.numpy(), step.known.offsets
+        own = {p: row_digest(row, advantages[offsets[p] : offsets[p + 1]]) for p, row in step.rows.items()}
+        facts: list[tuple[dict[int, str], list[float]]] = exchange.gather((own, step.sums.losses))
         by_place = {p: digest for found, _ in facts for p, digest in found.items()}
         losses = [np.float32(loss).tobytes().hex() for _, rank_losses in facts for loss in rank_losses]
-        return digest_of([by_place[p] for p in range(len(plan.segments)) if p in by_place]), digest_of(losses)
+        return digest_of([by_place[p] for p in range(len(step.plan.segments)) if p in by_place]), digest_of(losses)
 
-    def _write(
-        self, plan: StepPlan, batches: list[MicroBatch], columns: Columns, whole: WholeBatch, refusal: Refusal | None
-    ) -> Future[float] | None:
+    def _write(self, step: Step, refusal: Refusal | None) -> Future[float] | None:
         """Send scores and gates to the log (or compare them with it) while the update runs."""
         if refusal is not None and refusal.reason is RefusalReason.LINEAGE:
             return None
-        advantages = [whole.of(whole.advantages.advantages_T, batch) for batch in batches]
-        args: tuple[Any, ...] = (
-            plan,
-            self.rank,
-            batches,
-            columns.logprobs,
-            columns.gates,
-            advantages,
-            columns.reference,
-            columns.teacher,
-            columns.values,
-        )
-        return self._pool.submit(self.journal.scores, *args)
+        return self._pool.submit(self.journal.scores, step, self.rank)
 
     def _weights_digest(self, plan: StepPlan) -> str | None:
         """Digest of the weights after the step, where it is due."""
@@ -317,17 +330,17 @@ def _non_finite(error: NonFiniteError) -> Refusal:
     return Refusal(reason=RefusalReason.NON_FINITE, error=str(error))
 
 
-def _empty_gate(config: Config, logprobs_N: torch.Tensor | None = None, batch: MicroBatch | None = None) -> Gate:
-    """A gate that keeps nothing: for a dummy, or for a micro-batch that was refused."""
-    count = 0 if logprobs_N is None else len(logprobs_N)
-    rows = torch.zeros(0, dtype=torch.int64) if batch is None else batch.packed.row_N
+def _empty_gate(step: Step, number: int) -> Gate:
+    """A gate that keeps nothing: of a dummy, or of a micro-batch that was refused."""
+    batch = step.batches[number]
+    count = len(batch.behaviour_N)
     return importance_gate(
         torch.zeros(count),
         torch.zeros(count),
-        rows,
-        config.algo,
-        num_segments=0 if batch is None else len(batch.places),
+        batch.packed.row_N[:count],
+        step.algo,
+        num_segments=len(batch.places),
         is_trainable_T=torch.zeros(count, dtype=torch.bool),
         version_T=torch.zeros(count, dtype=torch.int64),
-        trainer_version=0,
+        trainer_version=step.plan.policy_version,
     )

@@ -1,4 +1,4 @@
-"""The process of one trainer rank: joins its group, builds the policy, and does what the group asks, one call at a time."""
+"""The processes of a trainer: ranks that learn, and ranks of a frozen model apart; each does what its group asks, one call at a time."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from molt.admission.plan import StepPlan
+from molt.agents.load import load_agent
+from molt.algo.advantage import estimator_names
 from molt.config import Config
 from molt.learn import checkpoint, weights
+from molt.learn.beside import Beside, Critic, FrozenModel, frozen_path, needs_critic, needs_frozen, vocab_size
 from molt.learn.checkpoint import Position
+from molt.learn.exchange import places_of
 from molt.learn.export import export
-from molt.learn.journal import LogJournal
+from molt.learn.journal import LogJournal, read_rows
 from molt.learn.model import load_model
 from molt.learn.policy import SENT_DTYPES, Policy
 from molt.learn.rank import PolicyRank
 from molt.learn.result import RecordedStep, StepResult
+from molt.learn.rows import micro_batches
 from molt.log.actor import RaySink
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
@@ -44,12 +50,11 @@ class RankSpec:
     model_path: str
 
 
-class RankProcess:
-    """One rank. listen and join first; afterwards every call is a collective that all ranks are asked for together."""
+class Member:
+    """One process of a group: it meets the others over a port that nobody can take in between."""
 
-    def __init__(self, spec: RankSpec, log: Any | None) -> None:
+    def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
-        self.log = log
         self.store: dist.TCPStore | None = None
 
     def listen(self) -> int:
@@ -57,8 +62,8 @@ class RankProcess:
         self.store = dist.TCPStore("127.0.0.1", 0, self.spec.num_ranks, is_master=True, wait_for_workers=False)
         return int(self.store.port)
 
-    def join(self, port: int) -> str:
-        """Meet the other ranks and build the policy. Returns the device."""
+    def meet(self, port: int) -> DeviceMesh:
+        """Join the process group; a collective."""
         spec, timeout = self.spec, timedelta(seconds=self.spec.config.train.step_timeout_s)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         set_determinism(spec.config, kind)
@@ -69,19 +74,61 @@ class RankProcess:
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=self.store, rank=spec.rank, world_size=spec.num_ranks, timeout=timeout)
         torch.manual_seed(spec.config.run.seed)
-        mesh = init_device_mesh(kind, (spec.num_ranks,))
-        scorer = load_model(spec.model_path, spec.config.actor, spec.config.fsdp)
-        self.policy = Policy(scorer, spec.config.actor, spec.config.fsdp, mesh=mesh, num_steps=spec.num_steps)
+        know_estimator(spec.config)
+        return init_device_mesh(kind, (spec.num_ranks,))
+
+    def stop(self) -> None:
+        """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class FrozenProcess(Member):
+    """One rank of a reference or teacher that stands apart: it reads the rows of its trainer rank from the log and scores them."""
+
+    def join(self, port: int) -> str:
+        """Meet the other ranks and load the frozen model. Returns the device."""
+        mesh = self.meet(port)
+        path = frozen_path(self.spec.config, self.spec.model_path)
+        self.model = FrozenModel(path, self.spec.config, mesh)
+        self.reader = LogReader.open(self.spec.run_dir)
+        return str(self.model.device)
+
+    def score(self, plan: StepPlan) -> list[np.ndarray]:
+        """Log-probs of the rank's micro-batches; a collective."""
+        places = places_of(plan, self.spec.rank)
+        rows = dict(zip(places, read_rows(self.reader, [plan.segments[p].segment_id for p in places]), strict=True))
+        return [column.numpy() for column in self.model.score(micro_batches(plan, self.spec.rank, rows))]
+
+
+class RankProcess(Member):
+    """One trainer rank. listen and join first; afterwards every call is a collective that all ranks are asked for together."""
+
+    def __init__(self, spec: RankSpec, log: Any | None) -> None:
+        super().__init__(spec)
+        self.log = log
+
+    def join(self, port: int) -> str:
+        """Meet the other ranks and build the policy and what stands beside it. Returns the device."""
+        spec, config, mesh = self.spec, self.spec.config, self.meet(port)
+        scorer = load_model(spec.model_path, config.actor, config.fsdp)
+        vocabulary = vocab_size(scorer)
+        self.policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=spec.num_steps)
+        critic = Critic(config, mesh, actor_path=spec.model_path, num_steps=spec.num_steps) if needs_critic(config) else None
+        frozen = None
+        if needs_frozen(config) and config.reference.placement == "colocated":
+            frozen = FrozenModel(frozen_path(config, spec.model_path), config, mesh, num_entries=vocabulary)
+        self.policies = {"actor": self.policy} | ({} if critic is None else {"critic": critic.policy})
         producer = None
         if spec.mode == "record":
             producer = Producer(RaySink(self.log), name=f"rank-{spec.rank}-attempt-{spec.attempt}")
-        journal = LogJournal(spec.config, LogReader.open(spec.run_dir), producer)
-        self.ranked = PolicyRank(spec.config, self.policy, journal, rank=spec.rank)
+        journal = LogJournal(config, LogReader.open(spec.run_dir), producer)
+        self.ranked = PolicyRank(config, self.policy, journal, rank=spec.rank, beside=Beside(critic=critic, frozen=frozen))
         return str(self.policy.device)
 
-    def train(self, plan: StepPlan, recorded: RecordedStep | None) -> StepResult | None:
+    def train(self, plan: StepPlan, recorded: RecordedStep | None, frozen: list[np.ndarray] | None = None) -> StepResult | None:
         """One step; rank 0 returns the result."""
-        result = self.ranked.train(plan, recorded)
+        result = self.ranked.train(plan, recorded, frozen)
         return result if self.spec.rank == 0 else None
 
     def publish(self, version: int, folder: str) -> WeightSource | None:
@@ -101,16 +148,20 @@ class RankProcess:
             cursor=cursor,
             lsn_end=lsn_end,
             weights_digest=digest,
-            num_updates={"actor": self.policy.num_updates},
+            num_updates={name: policy.num_updates for name, policy in self.policies.items()},
+            kl_coef=self.ranked.kl_coef,
         )
-        folder = checkpoint.save(Path(root), {"actor": self.policy}, position)
+        folder = checkpoint.save(Path(root), self.policies, position)
         if self.spec.rank == 0:
             checkpoint.keep_newest(Path(root), keep)
         return str(folder), digest
 
     def load(self, folder: str) -> Position:
         """Take up a checkpoint; returns its position."""
-        return checkpoint.load(Path(folder), {"actor": self.policy})
+        position = checkpoint.load(Path(folder), self.policies)
+        if position.kl_coef is not None:
+            self.ranked.kl_coef = position.kl_coef
+        return position
 
     def export(self, target: str) -> str:
         """Write a Hugging Face folder; returns it."""
@@ -122,14 +173,15 @@ class RankProcess:
         dist.barrier()
         return target
 
-    def stop(self) -> None:
-        """Leave the group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+def know_estimator(config: Config) -> None:
+    """Load the agent file when the estimator is one that it registers."""
+    if config.algo.advantage.estimator not in estimator_names() and config.train.agent_path is not None:
+        load_agent(config.train.agent_path)
 
 
 def set_determinism(config: Config, kind: str) -> None:
-    """One thread on the CPU, so that sums have one order; deterministic kernels on the GPU where asked (the group sets cuBLAS' variable)."""
+    """One thread on the CPU, so that sums have one order; deterministic GPU kernels where asked (the group sets cuBLAS' variable)."""
     if kind == "cpu":
         torch.set_num_threads(1)
     elif config.train.deterministic:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,14 @@ CHECKPOINTS = "checkpoints"
 class RankGroup:
     """Trainer ranks of one run. Make it with start; a group that raised is finished and can only be stopped."""
 
-    def __init__(self, config: Config, run_dir: Path, run: str, actors: list[Any], devices: list[str]) -> None:
+    def __init__(self, config: Config, run_dir: Path, run: str) -> None:
         self.config = config
         self.run_dir = run_dir
         self.run = run
-        self.devices = devices
-        self._actors = actors
+        self.devices: list[str] = []
+        """Device of each rank."""
+        self._actors: list[Any] = []
+        self._frozen: list[Any] = []
         self._published: list[WeightSource] = []
 
     @classmethod
@@ -58,38 +59,42 @@ class RankGroup:
         """
         import ray
 
-        from molt.learn.rank_actor import RankProcess, RankSpec
+        from molt.learn.beside import needs_frozen
+        from molt.learn.rank_actor import FrozenProcess, RankProcess, RankSpec, know_estimator
 
         path = model_path or config.actor.model_name_or_path
         if path is None:
             raise SettingError("actor.model_name_or_path is missing; give a folder with a Hugging Face model and its tokenizer")
         if mode == "record" and log is None:
             raise SettingError("mode=record needs the log actor; give log=start_log_actor(...)")
+        know_estimator(config)
         gpus = num_gpus if num_gpus is not None else (1.0 if ray.cluster_resources().get("GPU", 0) else 0.0)
-        environment = {"env_vars": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}} if gpus and config.train.deterministic else None
-        remote = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, runtime_env=environment)(RankProcess)
-        num_ranks = config.fsdp.num_ranks
-        actors = [
-            remote.remote(
-                RankSpec(
-                    rank=rank,
-                    num_ranks=num_ranks,
-                    config=config,
-                    run_dir=str(run_dir),
-                    run=run,
-                    attempt=attempt,
-                    mode=mode,
-                    num_steps=num_steps or config.train.num_steps or 1,
-                    model_path=path,
-                ),
-                log,
+        environment: dict[str, Any] = {}
+        if gpus and config.train.deterministic:
+            environment = {"env_vars": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}
+        remote = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, runtime_env=environment)
+        specs = [
+            RankSpec(
+                rank=rank,
+                num_ranks=config.fsdp.num_ranks,
+                config=config,
+                run_dir=str(run_dir),
+                run=run,
+                attempt=attempt,
+                mode=mode,
+                num_steps=num_steps or config.train.num_steps or 1,
+                model_path=path,
             )
-            for rank in range(num_ranks)
+            for rank in range(config.fsdp.num_ranks)
         ]
-        group = cls(config, Path(run_dir), run, actors, [])
+        group = cls(config, Path(run_dir), run)
         try:
-            port = await group._ask_one(0, "listen")
-            group.devices = await group._ask("join", port)
+            group._actors = [remote(RankProcess).remote(spec, log) for spec in specs]
+            if needs_frozen(config) and config.reference.placement == "apart":
+                group._frozen = [remote(FrozenProcess).remote(spec) for spec in specs]
+            group.devices = await group._join(group._actors)
+            if group._frozen:
+                await group._join(group._frozen)
         except BaseException:
             await group.stop()
             raise
@@ -99,9 +104,10 @@ class RankGroup:
         """Train one planned step. A refused step comes back with refused set. Replay raises ReplayMismatchError at a difference."""
         if len(plan.micro_batches) != len(self._actors):
             raise ReplayMismatchError(
-                f"step {plan.step} was planned for {len(plan.micro_batches)} ranks, fsdp.num_ranks={len(self._actors)}; start with the planned number"
+                f"step {plan.step} was planned for {len(plan.micro_batches)} ranks, fsdp.num_ranks={len(self._actors)}; "
+                "start with the planned number"
             )
-        return (await self._ask("train", plan, recorded))[0]
+        return (await self._ask("train", plan, recorded, own=[a.score.remote(plan) for a in self._frozen] or None))[0]
 
     async def publish_weights(self, version: int) -> WeightSource:
         """Write the weights as that version; the version before the previous one is removed, since no engine starts from it."""
@@ -138,7 +144,8 @@ class RankGroup:
         """End the processes and free the published weights. Harmless when repeated."""
         import ray
 
-        actors, self._actors = self._actors, []
+        actors = [*self._actors, *self._frozen]
+        self._actors, self._frozen = [], []
         refs = [actor.stop.remote() for actor in actors]
         if refs:
             await asyncio.wait([asyncio.ensure_future(_result(ref)) for ref in refs], timeout=STOP_TIMEOUT_S)
@@ -148,16 +155,18 @@ class RankGroup:
             remove_weights(self._published.pop())
         shutil.rmtree(weights_folder(self.run), ignore_errors=True)
 
-    async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all ranks. The first failure ends the group and is raised; so does the limit."""
+    async def _join(self, actors: list[Any]) -> list[str]:
+        """Let processes meet each other; the device of each."""
+        port = (await self._wait("listen", [asyncio.ensure_future(_result(actors[0].listen.remote()))]))[0]
+        return await self._wait("join", [asyncio.ensure_future(_result(actor.join.remote(port))) for actor in actors])
+
+    async def _ask(self, method: str, *args: Any, own: list[Any] | None = None) -> list[Any]:
+        """The answers of all ranks; own: one further argument for each. The first failure, or the limit, ends the group and is raised."""
         if not self._actors:
             raise StalledError(f"trainer group of run {self.run} is stopped; {method} was not asked")
-        tasks = [asyncio.ensure_future(_result(_call(actor, method)(*args))) for actor in self._actors]
-        return await self._wait(method, tasks)
-
-    async def _ask_one(self, rank: int, method: str, *args: Any) -> Any:
-        """The answer of one rank, for what is not a collective."""
-        return (await self._wait(method, [asyncio.ensure_future(_result(_call(self._actors[rank], method)(*args)))]))[0]
+        further = [()] * len(self._actors) if own is None else [(item,) for item in own]
+        calls = [getattr(actor, method).remote(*args, *more) for actor, more in zip(self._actors, further, strict=True)]
+        return await self._wait(method, [asyncio.ensure_future(_result(call)) for call in calls])
 
     async def _wait(self, method: str, tasks: list[asyncio.Future[Any]]) -> list[Any]:
         """Wait for all tasks, at most train.step_timeout_s, or until the first fails."""
@@ -183,11 +192,6 @@ class RankGroup:
 async def _result(ref: Any) -> Any:
     """Wait for a Ray reference as a coroutine."""
     return await ref
-
-
-def _call(actor: Any, method: str) -> Callable[..., Any]:
-    """The remote method of an actor."""
-    return getattr(actor, method).remote
 
 
 def _cause(error: BaseException) -> BaseException:

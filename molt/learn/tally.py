@@ -38,6 +38,10 @@ class Sums:
     """Sum of gate weights."""
     weight_square: float = 0.0
     loss_sums: dict[str, float] = field(default_factory=dict)
+    value_sums: dict[str, float] = field(default_factory=dict)
+    """Of the critic; empty without one."""
+    reference_kl: float = 0.0
+    """Sum of the divergence from the reference over trainable tokens, at step start."""
 
     def add(self, gate: Gate, entropy_N: torch.Tensor, is_trainable_N: torch.Tensor, loss_sums: dict[str, torch.Tensor]) -> None:
         """Count one micro-batch."""
@@ -63,11 +67,23 @@ def total(parts: Sequence[Sums]) -> Sums:
     whole = Sums()
     for part in parts:
         whole.losses += part.losses
-        for name in ("n_sampled", "n_trainable", "n_kept", "entropy", "mismatch_k3", "mismatch_abs", "n_equal", "weight", "weight_square"):
+        for name in (
+            "n_sampled",
+            "n_trainable",
+            "n_kept",
+            "entropy",
+            "mismatch_k3",
+            "mismatch_abs",
+            "n_equal",
+            "weight",
+            "weight_square",
+            "reference_kl",
+        ):
             setattr(whole, name, getattr(whole, name) + getattr(part, name))
         whole.mismatch_max = max(whole.mismatch_max, part.mismatch_max)
-        for name, value in part.loss_sums.items():
-            whole.loss_sums[name] = whole.loss_sums.get(name, 0.0) + value
+        for mine, theirs in ((whole.loss_sums, part.loss_sums), (whole.value_sums, part.value_sums)):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0.0) + value
     return whole
 
 
@@ -188,6 +204,22 @@ def _ratios(sums: Sums) -> dict[str, float]:
         "effective_sample_share": sums.weight**2 / (sums.weight_square * sums.n_kept) if sums.n_kept and sums.weight_square else 0.0,
         "clipped_share": _mean(sums.loss_sums.get("n_clipped", 0.0), n_live) or 0.0,
         "policy_kl_mean": _mean(sums.loss_sums.get("kl", 0.0), n_live) or 0.0,
+        **({"reference_kl_mean": sums.reference_kl / sums.n_trainable} if sums.reference_kl and sums.n_trainable else {}),
+        **_critic(sums.value_sums),
+    }
+
+
+def _critic(sums: dict[str, float]) -> dict[str, float]:
+    """Loss of the critic, and the share of the returns' variance that its values explain."""
+    count = sums.get("n_tokens", 0.0)
+    if not count:
+        return {}
+    variance = sums["return_square"] / count - (sums["return"] / count) ** 2
+    error = sums["squared_error"] / count
+    return {
+        "critic_loss": sums["loss"],
+        "critic_clipped_share": sums["n_clipped"] / count,
+        "explained_variance": 1 - error / variance if variance > 0 else math.nan,
     }
 
 

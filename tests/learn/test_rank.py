@@ -43,10 +43,10 @@ def test_reward_raises_the_log_prob_of_what_was_rewarded(model: Path) -> None:
     rank = make_rank(make_config(model), rows)
     plan = make_plan(rows)
     first = rank.train(plan)
-    before = rank.journal.written[-1][3]
+    before = rank.journal.written[-1].columns.logprobs
     for step in range(1, 6):
         rank.train(make_plan(rows, step=step))
-    after = rank.journal.written[-1][3]
+    after = rank.journal.written[-1].columns.logprobs
     signs = torch.cat(
         [torch.full((s.n_sampled,), 1.0 if s.reward else -1.0) for p in plan.micro_batches[0] for s in [plan.segments[i] for i in p]]
     )

@@ -20,6 +20,7 @@ from molt.learn.model import load_model
 from molt.learn.policy import Policy
 from molt.learn.rank import PolicyRank
 from molt.learn.rows import Row
+from molt.learn.step import Step
 from molt.log.rows import Segment, Span, TokenSource
 
 VOCAB = 97
@@ -120,13 +121,13 @@ class MemoryJournal:
     """The journal of molt.learn.journal over rows in memory."""
 
     rows: dict[str, Row]
-    written: list[tuple[Any, ...]] = field(default_factory=list)
+    written: list[Step] = field(default_factory=list)
 
     def read(self, segment_ids: Sequence[str]) -> list[Row]:
         return [self.rows[segment_id] for segment_id in segment_ids]
 
-    def scores(self, *args: Any) -> float:
-        self.written.append(args)
+    def scores(self, step: Step, rank: int) -> float:
+        self.written.append(step)
         return 0.0
 
     def compare_step(self, *args: Any) -> None:
