@@ -12,8 +12,9 @@ from functools import cached_property
 import lance
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from molt.errors import CorruptLogError
+from molt.errors import CorruptLogError, LogError
 from molt.log.digest import row_digests
 from molt.log.rows import TokenSource
 
@@ -123,6 +124,11 @@ def verify_rows(rows: pa.RecordBatch, where: str) -> None:
         raise CorruptLogError(f"{where}: {len(wrong)} of {rows.num_rows} rows fail their digest ({named}); run molt verify, then molt fsck --repair")
 
 
+def is_panic(error: BaseException) -> bool:
+    """True for a panic of Lance on damaged bytes: it is no Exception, and no reason to end the process."""
+    return type(error).__name__ == "PanicException"
+
+
 def one_batch(rows: pa.Table) -> pa.RecordBatch:
     """The table as one batch."""
     batches = rows.combine_chunks().to_batches()
@@ -149,10 +155,17 @@ def batch_of(dataset: lance.LanceDataset, row_ids: Sequence[int], segment_ids: S
     """The rows at those row ids, in that order."""
     try:
         rows = one_batch(dataset._take_rows(list(row_ids)))
-    except OSError as error:
-        raise CorruptLogError(f"{dataset.uri}: segments {segment_ids[0]} .. {segment_ids[-1]} cannot be read; {error}") from error
+    except BaseException as error:
+        if isinstance(error, OSError | ValueError) or is_panic(error):
+            raise CorruptLogError(
+                f"{dataset.uri}: segments {segment_ids[0]} .. {segment_ids[-1]} cannot be read; {str(error).split(', /home/')[0]}; run molt verify"
+            ) from error
+        raise
     if rows["segment_id"].to_pylist() != list(segment_ids):
         raise CorruptLogError(f"{dataset.uri}: rows {list(row_ids)[:5]} do not hold the segments asked for; run molt verify")
+    empty = np.asarray(pc.equal(pc.list_value_length(rows["token_ids"]), 0)) & (np.asarray(rows["n_tokens"]) > 0)
+    if empty.any():
+        raise LogError(f"segment_id={segment_ids[int(empty.argmax())]}: its tokens were taken out of the log (rows_emptied); it cannot be trained on")
     if verify:
         verify_rows(rows, f"{dataset.uri}: version {dataset.version}")
     return from_rows(rows)

@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lance
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from molt.errors import LogError
+from molt.errors import CorruptLogError, LogError
 from molt.log.batch import SegmentBatch, batch_of
+from molt.log.holds import hold
+from molt.log.home import Home
 from molt.log.stamp import Stamp, newest_stamp
 from molt.schema import TABLES
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     import duckdb
 
     from molt.log.reader import SegmentIndex
+
+T = TypeVar("T")
 
 
 def cut_point(stamps: Mapping[str, Stamp], reached: Mapping[str, int]) -> int:
@@ -35,7 +39,18 @@ def cut_point(stamps: Mapping[str, Stamp], reached: Mapping[str, int]) -> int:
 class Cut:
     """Rows of all tables up to `lsn`; it keeps showing the same rows whatever is appended or compacted."""
 
-    def __init__(self, datasets: Mapping[str, lance.LanceDataset], lsn: int, newest_lsn: Mapping[str, int], index: SegmentIndex) -> None:
+    def __init__(
+        self,
+        home: Home,
+        datasets: Mapping[str, lance.LanceDataset],
+        lsn: int,
+        newest_lsn: Mapping[str, int],
+        index: SegmentIndex,
+        reopen: Callable[[str], tuple[lance.LanceDataset, int]] | None = None,
+    ) -> None:
+        self._home = home
+        self._reopen = reopen
+        """Newest version of a table and its last lsn: the same rows, for when clean-up took the files of this one. None for a pin."""
         self.lsn = lsn
         """Largest lsn in the cut; -1 when it is empty."""
         self._datasets = dict(datasets)
@@ -46,6 +61,10 @@ class Cut:
     def versions(self) -> dict[str, int]:
         """Version of each table."""
         return {name: dataset.version for name, dataset in self._datasets.items()}
+
+    def hold(self) -> None:
+        """Keep the versions from clean-up while this object lives. Needed only by whoever reads the data sets itself, such as DuckDB."""
+        hold(self._home, self.versions, self)
 
     def dataset(self, name: str) -> lance.LanceDataset:
         """The Lance data set of a table; rows past `lsn` are to be filtered out."""
@@ -65,7 +84,9 @@ class Cut:
         wanted = [column for column in dataset.schema.names if column != "data"] if columns is None else list(columns)
         read = wanted if "lsn" in wanted else [*wanted, "lsn"]
         options: dict[str, Any] = {"blob_handling": "all_binary"} if "data" in wanted else {}
-        rows = dataset.to_table(columns=read, filter=self._bounded(name, where), **options)
+        rows = self._retried(
+            name, lambda: self._datasets[name].to_table(columns=read, filter=self._bounded(name, where), **options)
+        )
         order = rows["lsn"].combine_chunks() if rows["lsn"].num_chunks != 1 else rows["lsn"].chunk(0)
         if len(rows) > 1 and not pc.all(pc.less(order[:-1], order[1:])).as_py():
             rows = rows.sort_by("lsn")
@@ -73,14 +94,29 @@ class Cut:
 
     def segments(self, segment_ids: Sequence[str], verify: bool = True) -> SegmentBatch:
         """Those segments in the order asked, each checked against its digest. LogError names a segment that is not in the cut."""
-        addresses = self._index.addresses(self._datasets["segments"], segment_ids, lsn_end=self.lsn)
-        return batch_of(self._datasets["segments"], addresses, segment_ids, verify=verify)
+
+        def read() -> SegmentBatch:
+            dataset = self._datasets["segments"]
+            return batch_of(dataset, self._index.addresses(dataset, segment_ids, lsn_end=self.lsn), segment_ids, verify=verify)
+
+        return self._retried("segments", read)
+
+    def _retried(self, name: str, read: Callable[[], T]) -> T:
+        """Read; once more from the newest version when a file is gone: clean-up dropped this version, its rows live on."""
+        try:
+            return read()
+        except (OSError, ValueError, CorruptLogError) as error:
+            if self._reopen is None or "Not found" not in str(error):
+                raise
+            self._datasets[name], self._newest_lsn[name] = self._reopen(name)
+            return read()
 
     def connect(self) -> duckdb.DuckDBPyConnection:
         """A DuckDB connection that knows the five tables as of this cut. Filters and projections are pushed down to Lance."""
         import duckdb
 
         connection = duckdb.connect()
+        hold(self._home, self.versions, connection)
         for name, dataset in self._datasets.items():
             connection.register(f"log_{name}", dataset)
             bound = f" where lsn <= {self.lsn}" if self._newest_lsn[name] > self.lsn else ""

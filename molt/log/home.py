@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -51,6 +52,9 @@ class Home(Protocol):
     def local_path(self, table: str) -> Path | None:
         """Directory of a table where it is one."""
 
+    def file_digest(self, name: str) -> str | None:
+        """sha256 of a file of the log, hex; None when there is none."""
+
     def keep(self, dataset: Any) -> None:
         """Told of each new table: a home that lives as long as its data sets holds on to it."""
 
@@ -96,6 +100,14 @@ class LocalHome:
     def local_path(self, table: str) -> Path | None:
         """Directory of a table."""
         return self.root / f"{table}.lance"
+
+    def file_digest(self, name: str) -> str | None:
+        """sha256 of a file of the log, hex; None when there is none."""
+        try:
+            with (self.root / name).open("rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+        except FileNotFoundError:
+            return None
 
     def keep(self, dataset: Any) -> None:
         """Nothing to do: the files stay."""
@@ -192,6 +204,11 @@ class MemoryHome:
     def local_path(self, table: str) -> Path | None:
         """None: there is no directory."""
         return None
+
+    def file_digest(self, name: str) -> str | None:
+        """sha256 of a small file, hex; the files of tables cannot be reached in memory."""
+        content = self.files.get(name)
+        return None if content is None else hashlib.sha256(content).hexdigest()
 
     def keep(self, dataset: Any) -> None:
         """Hold on to it: the memory is freed with the last data set."""

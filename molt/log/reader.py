@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import lance
@@ -16,6 +16,7 @@ from molt.log.crash import crashpoint
 from molt.log.cut import Cut, cut_point, newest_stamps
 from molt.log.descriptor import Descriptor, read_descriptor
 from molt.log.home import Home, find_home
+from molt.log.stamp import newest_stamp
 from molt.schema import TABLES
 
 
@@ -36,6 +37,13 @@ class LogReader:
         descriptor = None if home is None else read_descriptor(home)
         if home is None or descriptor is None:
             raise LogError(f"run={run_dir}: no log there; give the folder of a run")
+        return cls(home, descriptor)
+
+    @classmethod
+    def of(cls, home: Home) -> LogReader:
+        """A reader beside a writer that holds the home."""
+        descriptor = read_descriptor(home)
+        assert descriptor is not None, f"{home.where} has no descriptor"
         return cls(home, descriptor)
 
     def newest(self, table: str) -> lance.LanceDataset:
@@ -65,7 +73,23 @@ class LogReader:
             if at > lsn:
                 raise LogError(f"at={at}: the log reaches only to lsn {lsn}; give a smaller one")
             lsn = at
-        return Cut({name: datasets[name] for name in TABLES}, lsn, {name: stamp.lsn_end for name, stamp in opened.items()}, self._index)
+        newest_lsn = {name: stamp.lsn_end for name, stamp in opened.items()}
+        return Cut(self.home, {name: datasets[name] for name in TABLES}, lsn, newest_lsn, self._index, self._reopened)
+
+    def _reopened(self, table: str) -> tuple[lance.LanceDataset, int]:
+        """Newest version of a table and its last lsn."""
+        dataset = self.newest(table)
+        return dataset, newest_stamp(dataset).lsn_end
+
+    def cut_of(self, versions: Mapping[str, int], lsn: int) -> Cut:
+        """The cut of given versions, bounded by lsn: what a pin names."""
+        datasets = {
+            name: lance.LanceDataset(
+                self.home.table(name), version=versions[name], storage_options=self.home.storage_options, session=self.home.session
+            )
+            for name in TABLES
+        }
+        return Cut(self.home, datasets, lsn, dict.fromkeys(TABLES, lsn + 1), SegmentIndex())
 
     def tail(self, table: str, columns: Sequence[str] | None = None, after: int = -1) -> Tail:
         """A cursor over the rows of a table past lsn `after`."""

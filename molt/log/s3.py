@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -40,6 +41,17 @@ class S3Home:
     def local_path(self, table: str) -> Path | None:
         """None: a put is durable when it returns."""
         return None
+
+    def file_digest(self, name: str) -> str | None:
+        """sha256 of an object of the log, hex; None when there is none."""
+        try:
+            body = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)["Body"]
+        except self._client.exceptions.NoSuchKey:
+            return None
+        digest = hashlib.sha256()
+        for chunk in body.iter_chunks(1 << 20):
+            digest.update(chunk)
+        return digest.hexdigest()
 
     def keep(self, dataset: Any) -> None:
         """Nothing to do: the objects stay."""

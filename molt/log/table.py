@@ -135,16 +135,19 @@ class LogTable:
 
     def commit(self, fragments: list[FragmentMetadata], stamp: Stamp) -> None:
         """Append the fragments as exactly the next version. An unclear outcome is resolved by reading back."""
-        expected = self.dataset.version + 1
-        fence = Fence(expected)
-        transaction = Transaction(self.dataset.version, LanceOperation.Append(fragments), transaction_properties=stamp.to_properties())
+        self.commit_operation(LanceOperation.Append(fragments), stamp)
+        self.num_fragments += len(fragments)
+
+    def commit_operation(self, operation: LanceOperation.BaseOperation, stamp: Stamp) -> None:
+        """Make an operation exactly the next version."""
+        fence = Fence(self.dataset.version + 1)
+        transaction = Transaction(self.dataset.version, operation, transaction_properties=stamp.to_properties())
         try:
             self._dataset = lance.LanceDataset.commit(
                 self.dataset, transaction, commit_lock=fence, max_retries=0, storage_options=self.home.storage_options
             )
         except Exception as error:
             self._resolve(error, fence, transaction)
-        self.num_fragments += len(fragments)
 
     def _resolve(self, error: Exception, fence: Fence, transaction: Transaction) -> None:
         """Read back what the failed commit did: done, not done, or another writer's."""

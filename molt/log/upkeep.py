@@ -137,12 +137,12 @@ class Upkeep:
                 size += sum(int(part or 0) for part in sizes)
         return max(2, int(self._settings.target_bytes * rows / size)) if size else _MANY_ROWS
 
-    def clean_up(self, table: LogTable) -> int:
+    def clean_up(self, table: LogTable, *, keep: int | None = None) -> int:
         """Drop versions that nobody needs, and the files that only they name; the number of versions dropped."""
         crashpoint("upkeep.before_cleanup")
         needed = held_versions(self._core.home, table.name)
         versions = version_numbers(table.dataset)
-        dropped = [version for version in versions[: -self._settings.keep_versions] if version not in needed]
+        dropped = [version for version in versions[: -(keep or self._settings.keep_versions)] if version not in needed]
         if dropped:
             table.dataset.cleanup_old_versions(versions=dropped, error_if_tagged_old_versions=False)
         crashpoint("upkeep.after_cleanup")

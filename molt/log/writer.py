@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -26,6 +28,8 @@ from molt.log.message import Ack, Message, message_digest
 from molt.log.rows import Event, event, to_arrow
 from molt.log.store import Store, load_store
 from molt.log.upkeep import Upkeep
+
+T = TypeVar("T")
 
 
 class LogWriter:
@@ -39,6 +43,7 @@ class LogWriter:
         self._upkeep = Upkeep(core)
         self._own_name = f"log.{core.state.epoch}"
         self._own_seq = 0
+        self._jobs: list[Callable[[], None]] = []
         self._is_flushing = False
         self._is_closing = False
         self._is_stopped = False
@@ -111,6 +116,26 @@ class LogWriter:
                 rows[name] = found.sort_by("lsn")["digest"].to_pylist()
         return message_digest(rows)
 
+    def between_commits(self, job: Callable[[LogCore], T]) -> Future[T]:
+        """Run a job in the writer's thread while no group is half committed: sealing, retention, compaction."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                self._core.roll_forward()
+                future.set_result(job(self._core))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._lock:
+            refusal = self._refusal()
+            if refusal is not None:
+                future.set_exception(refusal)
+            else:
+                self._jobs.append(run)
+                self._lock.notify_all()
+        return future
+
     def flush(self, *, timeout_s: float = 60.0) -> None:
         """Commit everything submitted so far."""
         with self._lock:
@@ -145,6 +170,8 @@ class LogWriter:
             try:
                 self._commit(group)
                 self._keep_up()
+                while self._jobs:
+                    self._jobs.pop(0)()
             except (LogFullError, FencedError, LogError) as error:
                 self._fail(group, error, is_fatal=isinstance(error, FencedError))
             except Exception as error:  # the writer must not die in silence: whoever waits learns why
@@ -163,7 +190,7 @@ class LogWriter:
             ready = self._inbox.ready
             if not ready:
                 self._is_flushing = False
-                if self._inbox.echoes:
+                if self._inbox.echoes or self._jobs:
                     return []
                 if self._is_closing:
                     self._inbox.drain(LogError(f"log={self._core.home.where}: the writer closed before the messages in front arrived"))

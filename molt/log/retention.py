@@ -1,0 +1,179 @@
+"""Taking heavy content out of the log: by family for old rows, or for one rollout. Scalars, digests and a tombstone stay.
+
+    tombstone committed --> rows rewritten without their heavy columns --> old versions dropped --> bytes are gone
+    a crash in between leaves rows that still hold everything under a tombstone that says they may not; run it again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import orjson
+import pyarrow as pa
+
+from molt.errors import LogError, SettingError
+from molt.log.batch import one_batch
+from molt.log.core import LogCore
+from molt.log.digest import merkle_root, row_digests
+from molt.log.holds import PINS, held_versions
+from molt.log.rows import event, to_arrow
+from molt.log.table import LogTable, storable
+from molt.log.tombstone import KIND, runs_of, tombstones_of
+from molt.log.upkeep import Upkeep
+
+
+class Family(StrEnum):
+    """What can be dropped, lightest loss first."""
+
+    ROUTING = "routing"
+    """Payloads of kind routing."""
+    PAYLOADS = "payloads"
+    """All payloads."""
+    SCORES = "scores"
+    """Per-token lists of scores."""
+    TOKENS = "tokens"
+    """Token ids and log-probs of segments."""
+
+
+_TABLE = {Family.ROUTING: "payloads", Family.PAYLOADS: "payloads", Family.SCORES: "scores", Family.TOKENS: "segments"}
+HEAVY = {
+    "payloads": ("data",),
+    "scores": ("trainer_logprobs", "reference_logprobs", "teacher_logprobs", "values", "advantages", "gate_weights"),
+    "segments": ("token_ids", "behaviour_logprobs"),
+}
+"""Columns that emptying clears."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emptied:
+    """What one call took out."""
+
+    table: str
+    num_rows: int
+    size_bytes: int
+    kept_by: tuple[str, ...]
+    """Pins and readers whose versions still hold the content; it is gone when they are."""
+
+
+def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str) -> Emptied:
+    """Empty the rows of a family before an lsn. Tokens only up to what the trainer has taken in."""
+    where = f"lsn < {before_lsn}"
+    if family is Family.ROUTING:
+        where += " and kind = 'routing'"
+    if family is Family.TOKENS:
+        cursor = core.tables["consumption"].dataset.to_table(columns=["cursor"])["cursor"]
+        taken_in = max(cursor.to_pylist(), default=-1)
+        if before_lsn > taken_in + 1:
+            raise SettingError(f"before_lsn={before_lsn}: the trainer has taken in rows up to lsn {taken_in}; tokens after it are still needed")
+    return _empty(core, _TABLE[family], where, family=str(family), reason=reason, rollout_id=None)
+
+
+def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Emptied]:
+    """Empty the segments of a rollout, its scores, and the payloads that no other rollout shares."""
+    quoted = rollout_id.replace("'", "''")
+    segments = core.tables["segments"].dataset
+    mine = segments.to_table(columns=["segment_id", "routing_digest"], filter=f"rollout_id = '{quoted}'")
+    if not len(mine):
+        raise LogError(f"rollout_id={rollout_id}: no such rollout in {core.home.where}")
+    blobs = {name for name in mine["routing_digest"].to_pylist() if name is not None}
+    if blobs:
+        shared = segments.to_table(
+            columns=["routing_digest"], filter=f"routing_digest in ({_quoted(blobs)}) and rollout_id <> '{quoted}'"
+        )
+        blobs -= set(shared["routing_digest"].to_pylist())
+    done = [_empty(core, "segments", f"rollout_id = '{quoted}'", family="rollout", reason=reason, rollout_id=rollout_id)]
+    names = _quoted(mine["segment_id"].to_pylist())
+    done.append(_empty(core, "scores", f"segment_id in ({names})", family="rollout", reason=reason, rollout_id=rollout_id))
+    if blobs:
+        where = f"payload_digest in ({_quoted(blobs)})"
+        done.append(_empty(core, "payloads", where, family="rollout", reason=reason, rollout_id=rollout_id))
+    return done
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join("'" + name.replace("'", "''") + "'" for name in names)
+
+
+def _cleared(table: str, rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with their heavy columns empty."""
+    arrays = []
+    for field in rows.schema:
+        if field.name not in HEAVY[table]:
+            arrays.append(rows[field.name])
+        elif table == "payloads":
+            arrays.append(pa.array([b""] * rows.num_rows, field.type))
+        else:
+            present = rows[field.name].is_valid().to_pylist()
+            arrays.append(pa.array([[] if valid else None for valid in present], field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=rows.schema)
+
+
+def _empty(core: LogCore, table: str, where: str, *, family: str, reason: str, rollout_id: str | None) -> Emptied:
+    """Write the tombstone, rewrite the rows, drop the versions that held them."""
+    core.roll_forward()
+    held = core.tables[table]
+    events = core.tables["events"].dataset.to_table(columns=["kind", "body"], filter=f"kind = '{KIND}'")
+    options = {"blob_handling": "all_binary"} if table == "payloads" else {}
+    found = one_batch(held.dataset.to_table(filter=where, **options).sort_by("lsn"))
+    gone = tombstones_of(events).emptied(table)
+    cleared = _cleared(table, found)
+    is_full = pa.array(
+        [
+            lsn not in gone or now != left
+            for lsn, now, left in zip(found["lsn"].to_pylist(), row_digests(found), row_digests(cleared), strict=True)
+        ],
+        pa.bool_(),
+    )
+    found, cleared = found.filter(is_full), cleared.filter(is_full)
+    if found.num_rows:
+        _bury(core, table, found, cleared, family=family, reason=reason, rollout_id=rollout_id)
+        _rewrite(core, held, cleared)
+        upkeep = Upkeep(core)
+        upkeep.compact(held, is_full=True)
+        upkeep.clean_up(held, keep=1)
+    size = sum(found["size_bytes"].to_pylist()) if table == "payloads" else 0
+    return Emptied(table=table, num_rows=found.num_rows, size_bytes=size, kept_by=_keepers(core, held))
+
+
+def _keepers(core: LogCore, table: LogTable) -> tuple[str, ...]:
+    older = {version for version in held_versions(core.home, table.name) if version < table.dataset.version}
+    return tuple(core.home.names(PINS)) if older else ()
+
+
+def _bury(
+    core: LogCore, table: str, found: pa.RecordBatch, cleared: pa.RecordBatch, *, family: str, reason: str, rollout_id: str | None
+) -> None:
+    def total(name: str) -> int:
+        return sum(found[name].to_pylist()) if name in found.schema.names else 0
+
+    fact = event(
+        KIND,
+        family=family,
+        table_name=table,
+        rollout_id=rollout_id,
+        lsn_runs=orjson.dumps(runs_of(found["lsn"].to_pylist())).decode(),
+        num_rows=found.num_rows,
+        size_bytes=total("size_bytes"),
+        n_tokens=total("n_tokens"),
+        n_sampled=total("n_sampled"),
+        root=merkle_root(found["digest"].to_pylist()).hex(),
+        left_root=merkle_root(row_digests(cleared)).hex(),
+        reason=reason,
+    )
+    producer = f"log.{core.state.epoch}.{core.state.group}"
+    rows = to_arrow("events", [fact], run=core.run, attempt=core.state.attempt, producer=producer, seq=0)
+    core.commit_group({"events": [rows]}, {})
+
+
+def _rewrite(core: LogCore, table: LogTable, rows: pa.RecordBatch) -> None:
+    """Replace the rows, found by lsn, as exactly the next version; the new files are durable before it."""
+    source = storable(table.name, pa.Table.from_batches([rows]), table.schema)
+    transaction, _ = table.dataset.merge_insert("lsn").when_matched_update_all().execute_uncommitted(source)
+    if core.store.is_synced:
+        table.sync(list(transaction.operation.new_fragments))
+    table.commit_operation(transaction.operation, core.state.stamp(table.name, "carry"))
+    table.open()
+    if core.store.is_synced:
+        table.sync([])

@@ -1,0 +1,61 @@
+"""What was taken out of the log on purpose: rows that keep scalars and digest, and hold their heavy content no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import orjson
+import pyarrow as pa
+
+KIND = "rows_emptied"
+"""Kind of the events that are tombstones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone:
+    """One event of the kind."""
+
+    table: str
+    family: str
+    lsns: frozenset[int]
+    left_root: str
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Tombstones:
+    """All tombstones up to a cut."""
+
+    items: list[Tombstone] = field(default_factory=list)
+
+    def emptied(self, table: str) -> set[int]:
+        """lsn of the emptied rows of a table."""
+        return {lsn for item in self.items if item.table == table for lsn in item.lsns}
+
+
+def runs_of(lsns: Iterable[int]) -> list[list[int]]:
+    """Numbers as sorted [first, last] runs."""
+    runs: list[list[int]] = []
+    for lsn in sorted(lsns):
+        if runs and runs[-1][1] == lsn - 1:
+            runs[-1][1] = lsn
+        else:
+            runs.append([lsn, lsn])
+    return runs
+
+
+def tombstones_of(events: pa.Table) -> Tombstones:
+    """The tombstones among events (columns kind, body)."""
+    found = Tombstones()
+    for kind, body in zip(events["kind"].to_pylist(), events["body"].to_pylist(), strict=True):
+        if kind != KIND:
+            continue
+        fields = orjson.loads(body)
+        lsns = frozenset(lsn for first, last in orjson.loads(fields["lsn_runs"]) for lsn in range(first, last + 1))
+        found.items.append(
+            Tombstone(
+                table=fields["table_name"], family=fields["family"], lsns=lsns, left_root=fields["left_root"], reason=fields["reason"]
+            )
+        )
+    return found

@@ -1,0 +1,195 @@
+"""Whether a log holds what was written: every file readable, every row under its digest, every lsn there once, its seal true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lance
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from molt.errors import MoltError
+from molt.log.batch import is_panic, one_batch
+from molt.log.cut import Cut
+from molt.log.digest import merkle_root, row_digests
+from molt.log.reader import LogReader
+from molt.log.tombstone import KIND, Tombstones, runs_of, tombstones_of
+from molt.schema import TABLES
+
+_BATCH_ROWS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    table: str
+    file: str
+    """Path inside the log; empty when it concerns no single file."""
+    lsn_first: int | None
+    lsn_last: int | None
+    what: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What verification saw."""
+
+    lsn_end: int
+    num_rows: dict[str, int] = field(default_factory=dict)
+    num_files: int = 0
+    num_emptied: int = 0
+    root: str = ""
+    """Merkle root over row digests in lsn order, hex; empty unless every row could be read."""
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """True when nothing is wrong."""
+        return not self.findings
+
+
+@dataclass(slots=True, kw_only=True)
+class TableScan:
+    """Digests of a table by lsn: as written, and of what emptied rows still hold."""
+
+    written: dict[int, bytes] = field(default_factory=dict)
+    left: dict[int, bytes] = field(default_factory=dict)
+
+
+def _fragment_rows(dataset: lance.LanceDataset, fragment: lance.LanceFragment, table: str) -> Iterator[pa.RecordBatch]:
+    options = {"blob_handling": "all_binary"} if table == "payloads" else {}
+    for batch in dataset.scanner(fragments=[fragment], batch_size=_BATCH_ROWS, **options).to_batches():
+        yield one_batch(pa.Table.from_batches([batch]))
+
+
+def _scan_rows(rows: pa.RecordBatch, emptied: set[int], scan: TableScan) -> list[int]:
+    """Note the digests of a batch; the lsn of rows that do not hold what their digest says."""
+    wrong = []
+    lsns = np.asarray(rows["lsn"]).tolist()
+    for lsn, kept, made in zip(lsns, rows["digest"].to_pylist(), row_digests(rows), strict=True):
+        scan.written[lsn] = kept
+        if kept != made and lsn in emptied:
+            scan.left[lsn] = made
+        elif kept != made:
+            wrong.append(lsn)
+    return wrong
+
+
+def _scan_table(dataset: lance.LanceDataset, table: str, tombstones: Tombstones, report: Report) -> TableScan:
+    """Read every row of a table."""
+    scan, emptied = TableScan(), tombstones.emptied(table)
+    for fragment in dataset.get_fragments():
+        report.num_files += len(fragment.metadata.files)
+        file = f"{table}.lance/data/{fragment.metadata.files[0].path}"
+        before = len(scan.written)
+        try:
+            for rows in _fragment_rows(dataset, fragment, table):
+                report.findings += [
+                    Finding(table=table, file=file, lsn_first=first, lsn_last=last, what="rows fail their digest")
+                    for first, last in runs_of(_scan_rows(rows, emptied, scan))
+                ]
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            reason = str(error).split(", /home/")[0][:200]
+            read = len(scan.written) - before
+            what = f"cannot be read past {read} of {fragment.metadata.physical_rows} rows: {type(error).__name__}: {reason}"
+            report.findings.append(Finding(table=table, file=file, lsn_first=None, lsn_last=None, what=what))
+    return scan
+
+
+def _check_emptied(table: str, scan: TableScan, tombstones: Tombstones) -> list[Finding]:
+    """Emptied rows still hold what their tombstone says is left."""
+    findings = []
+    for item in tombstones.items:
+        if item.table != table:
+            continue
+        present = sorted(lsn for lsn in item.lsns if lsn in scan.left)
+        root = merkle_root([scan.left[lsn] for lsn in present]).hex()
+        if present and root != item.left_root:
+            findings.append(
+                Finding(table=table, file="", lsn_first=present[0], lsn_last=present[-1], what="emptied rows differ from their tombstone")
+            )
+    return findings
+
+
+def check_density(digests: Mapping[int, bytes], lsn_end: int) -> list[Finding]:
+    """Every lsn from 0 on is a row."""
+    missing = [lsn for lsn in range(lsn_end + 1) if lsn not in digests]
+    return [Finding(table="", file="", lsn_first=first, lsn_last=last, what="rows are missing") for first, last in runs_of(missing)]
+
+
+def verify_cut(cut: Cut) -> Report:
+    """Read every row of a cut and check it."""
+    report = Report(lsn_end=cut.lsn)
+    tombstones = tombstones_of(cut.dataset("events").to_table(columns=["kind", "body"], filter=f"kind = '{KIND}'"))
+    digests: dict[int, bytes] = {}
+    for table in TABLES:
+        scan = _scan_table(cut.dataset(table), table, tombstones, report)
+        report.findings += _check_emptied(table, scan, tombstones)
+        found = {lsn: digest for lsn, digest in scan.written.items() if lsn <= cut.lsn}
+        report.num_rows[table] = len(found)
+        report.num_emptied += len(scan.left)
+        doubled = sorted(set(found) & set(digests))
+        if doubled:
+            report.findings.append(Finding(table=table, file="", lsn_first=doubled[0], lsn_last=doubled[-1], what="an lsn is used twice"))
+        digests |= found
+    report.findings += check_density(digests, cut.lsn)
+    if len(digests) == cut.lsn + 1:
+        report.root = merkle_root([digests[lsn] for lsn in sorted(digests)]).hex()
+    return report
+
+
+def root_at(cut: Cut) -> str:
+    """Merkle root over the stored digests of a cut, hex, without reading contents."""
+    digests: dict[int, bytes] = {}
+    for table in TABLES:
+        rows = cut.table(table, ["lsn", "digest"])
+        digests.update(zip(rows["lsn"].to_pylist(), rows["digest"].to_pylist(), strict=True))
+    return merkle_root([digests[lsn] for lsn in sorted(digests)]).hex()
+
+
+def check_seal(reader: LogReader) -> list[Finding]:
+    """What differs from SEAL.json: the sealed files that still exist, and the root of the sealed rows."""
+    content = reader.home.read("SEAL.json")
+    if content is None:
+        return []
+    try:
+        seal = orjson.loads(content)
+        lsn_end, root, files = int(seal["lsn_end"]), str(seal["root"]), dict(seal["files"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        return [Finding(table="", file="SEAL.json", lsn_first=None, lsn_last=None, what=f"is damaged: {error}")]
+    findings = []
+    for name, known in files.items():
+        found = reader.home.file_digest(name)
+        if found is not None and found != known["sha256"]:
+            table = name.split(".lance")[0]
+            findings.append(
+                Finding(
+                    table=table, file=name, lsn_first=known.get("lsn_first"), lsn_last=known.get("lsn_last"), what="differs from the sealed file"
+                )
+            )
+    try:
+        made = root_at(reader.cut(at=lsn_end))
+    except (MoltError, OSError, ValueError) as error:
+        return [*findings, Finding(table="", file="", lsn_first=0, lsn_last=lsn_end, what=f"the sealed rows cannot be read: {error}")]
+    if made != root:
+        findings.append(Finding(table="", file="SEAL.json", lsn_first=0, lsn_last=lsn_end, what=f"root {made} is not the sealed {root}"))
+    return findings
+
+
+def verify_log(run_dir: str | Path) -> Report:
+    """Read the whole log and check it and its seal."""
+    try:
+        reader = LogReader.open(run_dir)
+        report = verify_cut(reader.cut())
+    except BaseException as error:
+        if not isinstance(error, MoltError | OSError | ValueError | LookupError) and not is_panic(error):
+            raise
+        return Report(lsn_end=-1, findings=[Finding(table="", file="", lsn_first=None, lsn_last=None, what=f"cannot be opened: {error}")])
+    report.findings += check_seal(reader)
+    return report
