@@ -18,6 +18,7 @@ VARIABLES: dict[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0 runs the core of a vLLM engine in the process that asks for it",
     "VLLM_LOGGING_LEVEL": "level of what vLLM prints",
     "VLLM_NO_USAGE_STATS": "1 keeps vLLM from sending usage figures",
+    "TORCHDYNAMO_DISABLE": "1 keeps torch from tracing programs",
     "VLLM_USE_V1": "engine generation of vLLM",
     "VLLM_BATCH_INVARIANT": "1 takes kernels of vLLM whose result does not depend on the batch",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1 lets vLLM send functions to its workers",
