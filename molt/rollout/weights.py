@@ -126,6 +126,39 @@ def read_weights(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         raise RefitError(f"weights of version {source.policy_version} cannot be read from {source.path}: {error}") from error
 
 
+def read_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a safetensors file, or of all of a model folder, in stored order and without comparing digests."""
+    from safetensors import safe_open
+
+    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [Path(path)]
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, stored.get_tensor(name)
+
+
+def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of a safetensors file or a model folder, from the headers alone."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [Path(path)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        for file in files:
+            with safe_open(file, framework="pt") as stored:
+                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise RefitError(f"weights cannot be read from {path}: {error}") from error
+    return shapes
+
+
+def check_shapes(expected: Mapping[str, tuple[int, ...]], sent: Mapping[str, tuple[int, ...]]) -> None:
+    """RefitError at the first tensor whose shape is not the engine's."""
+    for name, shape in sent.items():
+        if name in expected and expected[name] != shape:
+            raise RefitError(f"{name}: shape {shape} was sent, the engine has {expected[name]}")
+
+
 def _names_differ(expected: set[str], found: set[str], where: str) -> str:
     missing, extra = sorted(expected - found), sorted(found - expected)
     return f"tensors of {where} differ from those sent: missing {missing[:3]} ({len(missing)}), unexpected {extra[:3]} ({len(extra)})"

@@ -1,0 +1,128 @@
+"""Model calls inside the vLLM engine: which version sampled which token, and an output as a Generation.
+
+A call carries marks (token count, version). Weights change only while vLLM is paused and its output handler has nothing left
+to do, so the number of tokens that the handler knows then is exactly the number that the old weights sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from molt.errors import EngineError, LineageError
+from molt.rollout.engine import FinishReason, Generation, Sampling
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One running model call."""
+
+    request_id: str
+    vllm_id: str
+    """Its name inside vLLM: never used twice."""
+    prompt_ids: list[int]
+    sampling: Sampling
+    task: asyncio.Task[Generation] | None = None
+    core_id: str | None = None
+    """Its name inside vLLM's core, once it was added."""
+    is_aborted: bool = False
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens sampled before, version): from that token on, the version sampled it."""
+
+    def versions(self, num_tokens: int) -> np.ndarray:
+        """(num_tokens,) int32: version of each token."""
+        versions = np.zeros(num_tokens, dtype=np.int32)
+        for start, version in self.marks:
+            versions[start:] = version
+        return versions
+
+
+class Handler:
+    """Watches vLLM's output handler, so that one can wait until everything that the engine core sent has been taken in.
+
+    The core answers a pause on the same ordered channel after the outputs of its last step. When the handler then waits for
+    more and the queue before it is empty, nothing is under way.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._inner = client.get_output_async
+        self._is_waiting = asyncio.Event()
+        client.get_output_async = self._get
+
+    async def _get(self) -> Any:
+        self._is_waiting.set()
+        try:
+            return await self._inner()
+        finally:
+            self._is_waiting.clear()
+
+    async def settle(self, limit_s: float) -> None:
+        """Return once nothing is under way from a paused core; EngineError past the limit."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while not (self._is_waiting.is_set() and self._client.outputs_queue.empty()):
+                    await asyncio.sleep(0.001)
+        except TimeoutError as error:
+            raise EngineError(f"vLLM's output handler did not come to rest within {limit_s:g} s of a pause") from error
+
+
+def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cache_kept: bool) -> Generation:
+    """A finished vLLM output as a Generation; LineageError when its columns do not fit each other."""
+    completion = output.outputs[0]
+    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+    logprobs = np.array(
+        [entry[token].logprob for entry, token in zip(completion.logprobs or [], token_ids.tolist(), strict=True)], dtype=np.float32
+    )
+    if len(logprobs) != len(token_ids):
+        raise LineageError(f"request {call.request_id}: vLLM gave {len(token_ids)} ids and {len(logprobs)} log-probs")
+    versions = call.versions(len(token_ids))
+    _compare_spans(call, completion, versions)
+    return Generation(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        policy_versions=versions,
+        # With entries kept across a refit, each later token attends to some that the first version made.
+        kv_versions=np.full_like(versions, call.marks[0][1]) if is_cache_kept and len(versions) else versions.copy(),
+        finish_reason=_reason(call, completion),
+        routed_experts=None if routes is None else _fit(routes, len(call.prompt_ids) + len(token_ids) - 1),
+    )
+
+
+def empty_generation(call: Call) -> Generation:
+    """A call that was cut before vLLM saw it."""
+    none = np.zeros(0, dtype=np.int32)
+    return Generation(
+        token_ids=none,
+        logprobs=np.zeros(0, dtype=np.float32),
+        policy_versions=none,
+        kv_versions=none,
+        finish_reason=FinishReason.ABORT,
+    )
+
+
+def _reason(call: Call, completion: Any) -> FinishReason:
+    if completion.finish_reason not in ("stop", "length", "abort"):
+        raise EngineError(f"request {call.request_id}: vLLM ended it by {completion.finish_reason}")
+    return FinishReason(completion.finish_reason)
+
+
+def _compare_spans(call: Call, completion: Any, versions: np.ndarray) -> None:
+    """Newer releases of vLLM label each step's tokens themselves: where there is a label, both accounts must agree."""
+    for span in getattr(completion, "weight_versions", None) or ():
+        version, start, end = (span[0], span[1], span[2]) if isinstance(span, tuple) else (span.version, span.start, span.end)
+        told = set(versions[start:end].tolist())
+        if version.isdigit() and told - {int(version)}:
+            raise LineageError(
+                f"request {call.request_id}: tokens {start} to {end} carry versions {sorted(told)}, vLLM's core says {version}"
+            )
+
+
+def _fit(routes: np.ndarray, num_positions: int) -> np.ndarray:
+    """(num_positions, L, K) int16 from what the engine gave; rows that it lacks are unknown."""
+    fitted = np.full((num_positions, *routes.shape[1:]), -1, dtype=np.int16)
+    fitted[: min(num_positions, len(routes))] = routes[:num_positions]
+    return fitted

@@ -1,0 +1,352 @@
+"""The vLLM engine: AsyncLLM behind the protocol, the same code for CUDA and for the CPU build.
+
+    generate --> gate (shut from pause to resume) --> vLLM core: sampling, batching, caches --> output --> Generation
+    pause   --> gate shut --> no call is being added --> core paused --> output handler at rest
+    refit   --> names and shapes --> every byte against its digest --> load --> digests of what the model was handed --> proof
+                --> caches dropped, marks set: tokens from here on carry the new version
+    resume  --> core goes on --> gate open
+
+What a refit proves: the bytes that each worker read are the bytes sent, and its model was handed each of them; parameters that
+vLLM keeps as they were sent are compared byte for byte in place (the share of bytes is `provable_share`), the rest by the
+log-probs of the contract test. A refit that fails after loading began puts the last weights back, or refuses calls from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from molt.errors import EngineError, RefitError
+from molt.rollout.engine import EngineInfo, Generation, RefitReport, Sampling, WeightSource
+from molt.rollout.vllm_calls import Call, Handler, empty_generation, to_generation
+from molt.rollout.vllm_settings import engine_arguments
+from molt.rollout.vllm_weights import VllmWeights
+
+_SETTLE_S = 30.0
+
+
+class VllmEngine:
+    """Engine over vLLM. See molt.rollout.engine.Engine for the contract."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        name: str = "vllm-0",
+        max_len: int = 4096,
+        dtype: str = "float32",
+        policy_version: int = 0,
+        is_cuda: bool = False,
+        transport: str = "file",
+        kv_on_refit: str = "recompute",
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.6,
+        max_num_seqs: int = 64,
+        enforce_eager: bool = True,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        num_speculative_tokens: int = 0,
+        enable_sleep: bool = False,
+        capture_routes: bool = False,
+    ) -> None:
+        self._model_path = model_path
+        self._name = name
+        self._version = policy_version
+        self._is_cuda = is_cuda
+        self._kv_on_refit = kv_on_refit
+        self._capture_routes = capture_routes
+        self._arguments = engine_arguments(
+            model_path,
+            max_len=max_len,
+            dtype=dtype,
+            is_cuda=is_cuda,
+            transport=transport,
+            tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+            enforce_eager=enforce_eager,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            num_speculative_tokens=num_speculative_tokens,
+            enable_sleep=enable_sleep,
+            capture_routes=capture_routes,
+        )
+        self._llm: Any = None
+        self._handler: Handler | None = None
+        self._weights: VllmWeights | None = None
+        self._calls: dict[str, Call] = {}
+        self._numbers = itertools.count()
+        self._gate = asyncio.Condition()
+        self._is_open = True
+        self._num_adding = 0
+        self._num_finished = 0
+        self._is_paused = False
+        self._unfit: str | None = None
+        """Why it may not sample: weights half loaded, dropped in sleep, or stopped."""
+
+    async def start(self) -> EngineInfo:
+        """Start vLLM; the loop stands still meanwhile. The environment of molt.rollout.vllm_settings must be set before."""
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+        except Exception as error:
+            raise EngineError(f"engine {self._name}: vLLM does not start: {type(error).__name__}: {error}") from error
+        self._handler = Handler(self._llm.engine_core)  # before the handler's task first runs
+        self._weights = VllmWeights(self._llm, name=self._name, model_path=self._model_path)
+        await self._weights.start()
+        await self._label()
+        if self._capture_routes and not self._is_cuda:
+            await self._weights.ask("molt_capture_routes", int(self._llm.model_config.hf_text_config.num_experts_per_tok))
+        return EngineInfo(
+            name=self._name,
+            kind="vllm",
+            policy_version=self._version,
+            max_len=self._max_len,
+            vocab_size=self._vocab_size,
+            weights_digest=self._weights.digest,
+        )
+
+    @property
+    def _max_len(self) -> int:
+        return int(self._llm.model_config.max_model_len)
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled since start, as far as the output handler knows."""
+        if self._llm is None:
+            return 0
+        return self._num_finished + sum(self._counts().values())
+
+    # Model calls.
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """Sample a continuation; a request_id that is running is joined."""
+        ids = [int(token) for token in prompt_ids]
+        call = self._calls.get(request_id)
+        if call is None:
+            self._refuse(request_id, ids, sampling)
+            call = Call(request_id=request_id, vllm_id=f"{request_id}#{next(self._numbers)}", prompt_ids=ids, sampling=sampling)
+            self._calls[request_id] = call
+            call.task = asyncio.create_task(self._run(call), name=request_id)
+        elif call.prompt_ids != ids or call.sampling != sampling:
+            raise EngineError(f"request {request_id} is running with another prompt or sampling; use a new request_id")
+        assert call.task is not None, "a known call has a task"
+        return await asyncio.shield(call.task)
+
+    def _refuse(self, request_id: str, ids: list[int], sampling: Sampling) -> None:
+        if self._llm is None or self._unfit is not None:
+            raise EngineError(f"engine {self._name} cannot serve {request_id}: {self._unfit or 'stopped or never started'}")
+        if not ids or min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise EngineError(f"request {request_id}: a prompt needs ids within [0, {self._vocab_size}), got {len(ids)} ids")
+        if len(ids) >= self._max_len or sampling.max_new_tokens < 1:
+            raise EngineError(
+                f"request {request_id}: prompt of {len(ids)} ids and max_new_tokens={sampling.max_new_tokens} leave no room "
+                f"in max_len={self._max_len}; end the rollout as truncated or raise data.max_len"
+            )
+
+    async def _run(self, call: Call) -> Generation:
+        try:
+            async with self._gate:
+                await self._gate.wait_for(lambda: self._is_open or call.is_aborted or self._unfit is not None)
+            if self._unfit is not None and not call.is_aborted:
+                raise EngineError(f"engine {self._name} cannot serve {call.request_id}: {self._unfit}")
+            if call.is_aborted:
+                return empty_generation(call)
+            output = await self._sample(call)
+            self._num_finished += len(output.outputs[0].token_ids)
+            routes = await self._routes(call, output) if self._capture_routes else None
+            return to_generation(call, output, routes, is_cache_kept=self._kv_on_refit == "keep")
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"engine {self._name}, request {call.request_id}: {type(error).__name__}: {error}") from error
+        finally:
+            del self._calls[call.request_id]
+
+    async def _sample(self, call: Call) -> Any:
+        """The finished output of vLLM."""
+        call.marks = [(0, self._version)]
+        self._num_adding += 1
+        try:
+            collector = await self._llm.add_request(call.vllm_id, self._prompt(call), self._sampling_params(call))
+            call.core_id = collector.request_id
+        finally:
+            self._num_adding -= 1
+        if call.is_aborted:
+            await self._llm.abort(call.vllm_id)
+        while True:
+            output = collector.get_nowait() or await collector.get()
+            if output.finished:
+                return output
+
+    def _prompt(self, call: Call) -> Any:
+        # The salt keys cached prefixes by version, so that no entry of other weights is ever taken for a new call.
+        return {"prompt_token_ids": call.prompt_ids, "cache_salt": f"version {call.marks[0][1]}"}
+
+    def _sampling_params(self, call: Call) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = call.sampling
+        return SamplingParams(
+            max_tokens=min(sampling.max_new_tokens, self._max_len - len(call.prompt_ids)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def _routes(self, call: Call, output: Any) -> np.ndarray | None:
+        if self._is_cuda:
+            given = output.outputs[0].routed_experts
+            return None if given is None else np.asarray(given).astype(np.int16)
+        answer = (await self._weights_of.ask("molt_take_routes", call.core_id))[0]
+        return np.frombuffer(answer["data"], dtype=np.int16).reshape(answer["shape"])
+
+    async def abort(self, request_id: str) -> None:
+        """End one request early; an unknown id is fine."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            await self._cut([call])
+
+    async def _cut(self, calls: list[Call]) -> None:
+        async with self._gate:
+            for call in calls:
+                call.is_aborted = True
+            self._gate.notify_all()
+        for call in calls:
+            if call.core_id is not None:
+                await self._llm.abort(call.vllm_id)
+
+    def _counts(self) -> dict[str, int]:
+        """Tokens of each running call that the output handler has taken in; a finished call is not among them."""
+        states = self._llm.output_processor.request_states
+        known = {call.request_id: states.get(call.core_id) for call in self._calls.values() if call.core_id is not None}
+        return {name: len(state.detokenizer.output_token_ids) for name, state in known.items() if state is not None}
+
+    # Pause, refit, resume.
+
+    async def pause(self, mode: str = "keep") -> int:
+        """Hold generation between tokens; returns the requests in flight. Mode abort ends them."""
+        if mode not in ("keep", "abort"):
+            raise EngineError(f"pause mode={mode}, known are keep and abort")
+        self._is_open = False
+        while self._num_adding:
+            await asyncio.sleep(0.001)
+        in_flight = list(self._calls.values())
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        assert self._handler is not None, "start comes before pause"
+        if in_flight:
+            await self._handler.settle(_SETTLE_S)
+        self._is_paused = True
+        if mode == "abort":
+            await self._cut(in_flight)
+        return len(in_flight)
+
+    async def refit(self, source: WeightSource) -> RefitReport:
+        """Take new weights; RefitError leaves the old ones serving, or the engine refusing calls if it cannot put them back."""
+        if not self._is_paused:
+            raise EngineError(f"engine {self._name}: refit needs a pause first")
+        begin = time.perf_counter()
+        times = await self._weights_of.take(source, on_unfit=self._set_unfit)
+        self._unfit = None
+        dropped = time.perf_counter()
+        await self._drop_caches()
+        counts = self._counts()
+        self._version = source.policy_version
+        for call in self._calls.values():
+            if call.request_id in counts:
+                call.marks.append((counts[call.request_id], self._version))
+        await self._label()
+        return RefitReport(
+            engine=self._name,
+            policy_version=self._version,
+            weights_digest=self._weights_of.digest,
+            load_s=times.load_s + time.perf_counter() - dropped,
+            verify_s=dropped - begin - times.load_s,
+            num_in_flight=len(self._calls),
+        )
+
+    def _set_unfit(self, why: str) -> None:
+        self._unfit = why
+
+    async def _drop_caches(self) -> None:
+        """Drop every entry made by old weights; running requests make theirs again, unless kv_on_refit is keep."""
+        if self._kv_on_refit == "recompute":
+            is_dropped = await self._llm.reset_prefix_cache(reset_running_requests=True)
+            if is_dropped is False:
+                self._unfit = "its cache could not be dropped at a refit"
+                raise RefitError(f"engine {self._name}: vLLM did not drop its cache; tokens would attend to entries of old weights")
+        if self._llm.model_config.is_multimodal_model:
+            await self._llm.reset_mm_cache()
+            await self._llm.reset_encoder_cache()
+
+    async def _label(self) -> None:
+        """Tell newer releases of vLLM the version, so that their own account can be compared with ours."""
+        if hasattr(self._llm, "update_weight_version"):
+            await self._llm.update_weight_version(str(self._version))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._llm.resume_generation()
+        self._is_paused = False
+        async with self._gate:
+            self._is_open = True
+            self._gate.notify_all()
+
+    @property
+    def _weights_of(self) -> VllmWeights:
+        assert self._weights is not None, "start comes first"
+        return self._weights
+
+    @property
+    def provable_share(self) -> float:
+        """Share of the weights' bytes that a refit compares in place."""
+        return self._weights_of.provable_share
+
+    async def weights_digest(self) -> str:
+        """Digest over the tensors that were loaded last."""
+        return self._weights_of.digest
+
+    async def sleep(self, level: int) -> None:
+        """Free GPU memory while a trainer on the same GPU steps: 1 keeps the weights in host memory, 2 drops them until the next refit."""
+        if not self._is_paused:
+            await self.pause("keep")
+        await self._llm.sleep(level=level, mode="keep")
+        if level >= 2:
+            self._unfit = "its weights were dropped in sleep; it needs a refit"
+
+    async def wake(self) -> None:
+        """Take GPU memory back; still paused. After sleep 2 a refit must come before resume."""
+        await self._llm.wake_up()
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def stop(self) -> None:
+        """End requests as abort, and vLLM's processes."""
+        if self._llm is None:
+            return
+        self._unfit = self._unfit or "stopped"
+        await self._cut(list(self._calls.values()))
+        tasks = [call.task for call in self._calls.values() if call.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_SETTLE_S)
+        self._llm.shutdown()
+        self._llm = self._handler = self._weights = None

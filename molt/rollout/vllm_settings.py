@@ -1,0 +1,121 @@
+"""What vLLM is told: engine arguments and environment, from the settings, for CUDA and for the CPU build.
+
+Nothing here imports vllm, so the driver can describe an engine that another process makes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from molt.config import Config
+from molt.errors import SettingError
+
+CPU_BLOCK_SIZE = 32
+EXTENSION = "molt.rollout.vllm_worker.RefitExtension"
+
+
+def has_cuda() -> bool:
+    """Whether engines go onto NVIDIA GPUs."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def vllm_options(config: Config, *, is_cuda: bool | None = None) -> dict[str, Any]:
+    """Arguments of VllmEngine beside name, model, length, dtype and version."""
+    settings = config.vllm
+    is_cuda = has_cuda() if is_cuda is None else is_cuda
+    if not is_cuda and settings.sleep_level:
+        raise SettingError(f"vllm.sleep_level={settings.sleep_level} frees GPU memory and there is no GPU; set it to 0")
+    return {
+        "is_cuda": is_cuda,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "data_parallel_size": settings.data_parallel_size,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": settings.enforce_eager or not is_cuda,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_chunked_prefill": settings.enable_chunked_prefill,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "enable_sleep": settings.sleep_level > 0,
+        "capture_routes": config.train.routing_replay,
+        "kv_on_refit": settings.kv_on_refit,
+    }
+
+
+def vllm_environment(config: Config, *, is_cuda: bool | None = None) -> dict[str, str]:
+    """Environment of the process that imports vllm, to be set before it does."""
+    is_cuda = has_cuda() if is_cuda is None else is_cuda
+    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
+    if is_cuda:
+        # CUDA handles of a weight transfer travel to vLLM's workers inside its own serialization.
+        return {**common, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    return {
+        **common,
+        "TORCHDYNAMO_DISABLE": "1",  # tracing would take a minute at the first request and is of no use without a compiler
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(config.vllm.kv_cache_space_gib)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def vllm_num_gpus(config: Config, *, is_cuda: bool | None = None) -> int:
+    """GPUs that one engine takes."""
+    is_cuda = has_cuda() if is_cuda is None else is_cuda
+    return config.vllm.tensor_parallel_size * config.vllm.data_parallel_size if is_cuda else 0
+
+
+def engine_arguments(
+    model_path: str,
+    *,
+    max_len: int,
+    dtype: str,
+    is_cuda: bool,
+    transport: str,
+    tensor_parallel_size: int,
+    data_parallel_size: int,
+    gpu_memory_utilization: float,
+    max_num_seqs: int,
+    enforce_eager: bool,
+    enable_prefix_caching: bool,
+    enable_chunked_prefill: bool,
+    num_speculative_tokens: int,
+    enable_sleep: bool,
+    capture_routes: bool,
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "max_model_len": max_len,
+        "dtype": dtype,
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": data_parallel_size,
+        "max_num_seqs": max_num_seqs,
+        "enforce_eager": enforce_eager,
+        "enable_prefix_caching": enable_prefix_caching,
+        "enable_chunked_prefill": enable_chunked_prefill,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",  # vLLM's default is raw, which is not what was sampled from
+        "max_logprobs": 1,
+        "generation_config": "vllm",  # a model folder's generation_config.json must not change the distribution
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+        "seed": 0,
+    }
+    if is_cuda:
+        arguments["gpu_memory_utilization"] = gpu_memory_utilization
+        arguments["enable_sleep_mode"] = enable_sleep
+        if capture_routes:
+            arguments["enable_return_routed_experts"] = True
+        if transport != "file":
+            arguments["weight_transfer_config"] = {"backend": transport}
+    else:
+        arguments["block_size"] = CPU_BLOCK_SIZE
+        if capture_routes:
+            # Routes are taken by hooks here; a prefix that is not run again would leave holes.
+            arguments["enable_prefix_caching"] = False
+    if num_speculative_tokens:
+        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_speculative_tokens}
+    return arguments

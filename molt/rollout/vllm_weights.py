@@ -1,0 +1,158 @@
+"""Weights of a vLLM engine: what it holds, how new ones come in, and what proves that they did.
+
+    file ... every worker's bytes are checked against their digests, then loaded: a bad file changes nothing
+    ipc .... CUDA handles of the trainer's tensors, through vLLM's own transfer engine
+    nccl ... a broadcast by the trainer that runs at the same time, through vLLM's own transfer engine
+
+On ipc and nccl the digests are those of the tensors as they were handed to the model, so a difference is found after loading: the
+engine then refuses calls until a refit succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from molt.errors import RefitError
+from molt.rollout.engine import WeightSource
+from molt.rollout.weights import check_names, check_shapes, digest_tensors, model_digest, read_tensors, tensor_shapes
+
+_TIED = ("lm_head.weight",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTimes:
+    """Seconds of one refit inside the workers."""
+
+    load_s: float
+
+
+class VllmWeights:
+    """The weights that all workers of one engine hold."""
+
+    def __init__(self, llm: Any, *, name: str, model_path: str) -> None:
+        self._llm = llm
+        self._name = name
+        self._path = model_path
+        """File or folder that the workers loaded last."""
+        self._digests: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._provable: set[str] = set()
+        self._is_transfer_ready = False
+        self.provable_share = 0.0
+        """Share of the weights' bytes that a refit compares in place."""
+
+    @property
+    def digest(self) -> str:
+        """model_digest over the tensors that were loaded last."""
+        return model_digest(self._digests)
+
+    async def start(self) -> None:
+        """Learn names, shapes and digests of the model's files, and which tensors the workers keep as they were sent."""
+        self._shapes = tensor_shapes(self._path)
+        self._digests = await asyncio.to_thread(lambda: digest_tensors(dict(read_tensors(self._path))))
+        answers = await self.ask("molt_prove", self._path)
+        self._provable = set.intersection(*(set(answer["names"]) for answer in answers))
+        self.provable_share = min(float(answer["share"]) for answer in answers)
+
+    async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call a method of RefitExtension on every worker; RefitError with the first worker's error."""
+        answers = await self._llm.collective_rpc(method, args=args)
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise RefitError(f"engine {self._name}, worker {rank}, {method}: {answer['error']}")
+        return answers
+
+    async def take(self, source: WeightSource, *, on_unfit: Callable[[str], None]) -> LoadTimes:
+        """Load new weights into every worker and compare; calls on_unfit when the workers are left with neither old nor new."""
+        check_names(self._shapes, source.digests, tied=_TIED)
+        if source.transport == "file":
+            return await self._take_file(source, on_unfit)
+        if source.transport in ("ipc", "nccl"):
+            return await self._take_transfer(source, on_unfit)
+        raise RefitError(f"transport={source.transport}, known are file, ipc and nccl")
+
+    async def _take_file(self, source: WeightSource, on_unfit: Callable[[str], None]) -> LoadTimes:
+        path = str(source.path)
+        check_shapes(self._shapes, tensor_shapes(path))
+        await self.ask("molt_check", path, source.digests)
+        begin = time.perf_counter()
+        try:
+            answers = await self.ask("molt_load", path)
+            load_s = time.perf_counter() - begin
+            self._compare(source, answers)
+            await self._prove(path)
+        except RefitError:
+            await self._put_back(on_unfit)
+            raise
+        self._path, self._digests = path, dict(source.digests)
+        return LoadTimes(load_s=load_s)
+
+    async def _take_transfer(self, source: WeightSource, on_unfit: Callable[[str], None]) -> LoadTimes:
+        """Through vLLM's transfer engine; its workers' models are tapped for digests."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        begin = time.perf_counter()
+        try:
+            if not self._is_transfer_ready:
+                init = json.loads(source.options.get("init", "{}"))
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+                self._is_transfer_ready = True
+            await self.ask("molt_tap_open")
+            await self._llm.start_weight_update()
+            for chunk in _updates(source):
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=chunk))
+            await self._llm.finish_weight_update()
+            answers = await self.ask("molt_tap_close")
+            load_s = time.perf_counter() - begin
+            self._compare(source, answers)
+        except Exception as error:
+            on_unfit(f"a refit by {source.transport} broke off ({type(error).__name__}: {error}); it needs another one")
+            if isinstance(error, RefitError):
+                raise
+            raise RefitError(f"engine {self._name}: {type(error).__name__}: {error}") from error
+        self._digests = dict(source.digests)
+        return LoadTimes(load_s=load_s)
+
+    def _compare(self, source: WeightSource, answers: list[dict[str, Any]]) -> None:
+        """RefitError unless every worker's model was handed exactly what was sent."""
+        for rank, answer in enumerate(answers):
+            got: dict[str, str] = answer["digests"]
+            check_names(source.digests, got)
+            wrong = [name for name, digest in got.items() if digest != source.digests[name]]
+            if wrong:
+                raise RefitError(
+                    f"engine {self._name}, worker {rank}: {wrong[0]} of version {source.policy_version} arrived as "
+                    f"{got[wrong[0]]}, sent as {source.digests[wrong[0]]} ({len(wrong)} tensors differ)"
+                )
+
+    async def _prove(self, path: str) -> None:
+        """RefitError unless each tensor that can be compared in place is there."""
+        for rank, answer in enumerate(await self.ask("molt_prove", path)):
+            missing = sorted(self._provable - set(answer["names"]))
+            if missing:
+                raise RefitError(
+                    f"engine {self._name}, worker {rank}: {missing[0]} was handed over and is not in place ({len(missing)} tensors)"
+                )
+
+    async def _put_back(self, on_unfit: Callable[[str], None]) -> None:
+        """Load the last good weights again."""
+        try:
+            answers = await self.ask("molt_load", self._path)
+            if any(answer["digests"] != self._digests for answer in answers):
+                raise RefitError(f"{self._path} no longer holds the last weights")
+        except RefitError as error:
+            on_unfit(f"a refit broke off and the last weights could not be put back ({error}); it needs another refit")
+
+
+def _updates(source: WeightSource) -> list[dict[str, Any]]:
+    """What each update_weights call is given: JSON for nccl; for ipc a pickle, since CUDA handles are tuples of bytes."""
+    if source.transport == "nccl":
+        return [json.loads(source.options["update"])]
+    return list(pickle.loads(base64.b64decode(source.options["update"])))

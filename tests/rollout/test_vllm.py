@@ -1,0 +1,77 @@
+"""The vLLM engine on the CPU: the contract on a dense and on an expert model, and what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from molt import environ
+from molt.config import Config
+from molt.rollout.vllm_engine import VllmEngine
+from molt.rollout.vllm_settings import vllm_environment
+from tests.rollout.engine_contract import PROMPT, TOLERANCE, Bench, EngineContract, sampling, wait_for_tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+async def started(folder: Path, work: Path, **options: object) -> Bench:
+    from transformers import AutoModelForCausalLM
+
+    for name, value in vllm_environment(Config(), is_cuda=False).items():
+        environ.force(name, value)
+    engine = VllmEngine(str(folder), max_len=448, **options)
+    info = await engine.start()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    return Bench(engine=engine, info=info, model=model, folder=work)
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    options = getattr(request.cls, "options", {})
+    bench = await started(request.getfixturevalue(request.cls.model), tmp_path_factory.mktemp("weights"), **options)
+    yield bench
+    await bench.engine.stop()
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmDense(EngineContract):
+    model = "tiny_dense"
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmMoe(EngineContract):
+    model = "tiny_moe"
+    options = {"capture_routes": True}
+
+    async def test_routes_are_those_of_a_full_forward(self, bench: Bench) -> None:
+        result = await bench.generate(PROMPT, sampling())
+        ids = [*PROMPT, *result.token_ids.tolist()]
+        assert result.routed_experts is not None and result.routed_experts.dtype == np.int16
+        assert result.routed_experts.shape == (len(ids) - 1, 2, 2)
+        with torch.no_grad():
+            logits = bench.model(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits
+        expected = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).numpy()
+        assert (np.sort(result.routed_experts, -1) == np.sort(expected, -1)).all()
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmKeepsCache:
+    model = "tiny_dense"
+    options = {"kv_on_refit": "keep"}
+
+    async def test_kept_cache_entries_are_told_by_their_version(self, bench: Bench) -> None:
+        running = asyncio.create_task(bench.generate(PROMPT, sampling(max_new_tokens=200)))
+        await wait_for_tokens(bench, 5)
+        await bench.refit(seed=1)
+        held = await running
+        fresh = await bench.generate(PROMPT, sampling())
+        assert set(held.policy_versions.tolist()) == {0, 1}
+        assert set(held.kv_versions.tolist()) == {0}
+        assert set(fresh.kv_versions.tolist()) == {1}
+        assert np.abs(fresh.logprobs - bench.logprobs(PROMPT, fresh.token_ids, 1.0)).max() < TOLERANCE
