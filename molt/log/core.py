@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,11 @@ import orjson
 import pyarrow as pa
 from lance.fragment import FragmentMetadata
 
-from molt.errors import FencedError, LogError
+from molt.errors import CorruptLogError, FencedError, LogError
 from molt.log.crash import crashpoint
-from molt.log.descriptor import ensure_descriptor
+from molt.log.descriptor import ensure_descriptor, read_descriptor
 from molt.log.heal import Healing, heal_table
-from molt.log.home import Home, LocalHome
+from molt.log.home import Home, LocalHome, find_home, home_of
 from molt.log.lease import take_lease
 from molt.log.stamp import LogState, Stamp, newest_stamp
 from molt.log.store import Store
@@ -39,8 +41,13 @@ def decoded_fragments(encoded: list[Any]) -> list[FragmentMetadata]:
 class LogCore:
     """What one writer holds: lease, tables, state. Used by one thread at a time."""
 
-    def __init__(self, home: Home, store: Store, *, run: str, attempt: int, steal: bool = False) -> None:
+    def __init__(
+        self, home: Home, store: Store, *, run: str, attempt: int | None, steal: bool = False, healed: Sequence[Healing] | None = None
+    ) -> None:
         self.home, self.store, self.run = home, store, run
+        self._is_repairing = healed is not None
+        self.healings: list[Healing] = list(healed or ())
+        """Manifests that were set aside, here or by a repair before."""
         if isinstance(home, LocalHome):
             home.root.mkdir(parents=True, exist_ok=True)
         self.lease = take_lease(home, store, steal=steal)
@@ -50,20 +57,19 @@ class LogCore:
             self.tables = {name: LogTable(home, name, store.codec) for name in TABLES}
             self.state = LogState()
             self.pending: Pending | None = None
-            self.healings: list[Healing] = []
-            """Torn manifests that were set aside while opening."""
             self._open(attempt)
             self._known_payloads: set[str] | None = None
         except BaseException:
             self.lease.release()
             raise
 
-    def _open(self, attempt: int) -> None:
+    def _open(self, attempt: int | None) -> None:
         for tries in range(5):
             stamps = {name: self._open_table(table) for name, table in self.tables.items()}
             if any(healing.redo for healing in self.healings):
                 stamps = self._redo(stamps)
             self._adopt(stamps)
+            attempt = max(self.state.attempt, 1) if attempt is None else attempt
             if attempt < self.state.attempt:
                 raise FencedError(f"log={self.home.where}: attempt={attempt} is over, {self.state.attempt} has begun; stop this one")
             try:
@@ -78,7 +84,9 @@ class LogCore:
     def _open_table(self, table: LogTable) -> Stamp:
         try:
             exists = table.open()
-        except (ValueError, OSError):
+        except (ValueError, OSError) as error:
+            if isinstance(error, CorruptLogError):
+                raise
             healing = heal_table(self.home, table.name)
             if healing is None:
                 raise
@@ -105,6 +113,9 @@ class LogCore:
         newest = max(stamp.group for stamp in stamps.values())
         at_newest = {name: stamp for name, stamp in stamps.items() if stamp.group == newest}
         marked = next((stamp for stamp in at_newest.values() if stamp.marks is not None), None)
+        if marked is None and self._is_repairing:
+            self._adopt_from_rows(stamps)
+            return
         if marked is None:
             raise LogError(f"log={self.home.where}: no table holds the marks of group {newest}; run molt fsck")
         self.state = LogState(
@@ -124,6 +135,24 @@ class LogCore:
                 if stamps[name].group < newest
             }
             self.pending = Pending(stamp=head, rest=rest)
+
+    def _adopt_from_rows(self, stamps: dict[str, Stamp]) -> None:
+        """The head of the newest group is lost: take the marks from the rows that are there, and owe nothing."""
+        marks: dict[str, tuple[int, str]] = {}
+        lsn_end = max(stamp.lsn_end for stamp in stamps.values())
+        for table in self.tables.values():
+            rows = table.dataset.to_table(columns=["producer", "seq"]).group_by("producer").aggregate([("seq", "max")])
+            for producer, seq in zip(rows["producer"].to_pylist(), rows["seq_max"].to_pylist(), strict=True):
+                marks[producer] = (max(seq, marks.get(producer, (-1, ""))[0]), "")
+        self.state = LogState(
+            epoch=max(stamp.epoch for stamp in stamps.values()),
+            attempt=max(stamp.attempt for stamp in stamps.values()),
+            group=max(stamp.group for stamp in stamps.values()),
+            lsn_end=lsn_end,
+            rows_end={name: stamp.rows_end for name, stamp in stamps.items()},
+            marks=marks,
+        )
+        self.pending = None
 
     def _begin(self, attempt: int) -> None:
         """Mark every table with a new epoch: from here on an older writer meets a version that it did not expect."""
@@ -252,7 +281,20 @@ class LogCore:
 
 
 def open_core(run_dir: str | Path, store: Store, *, run: str, attempt: int, steal: bool = False) -> LogCore:
-    """The core of the log of a run."""
-    from molt.log.home import home_of
-
+    """The core of the log of a run, made when there is none."""
     return LogCore(home_of(run_dir, store), store, run=run, attempt=attempt, steal=steal)
+
+
+@contextlib.contextmanager
+def existing_core(run_dir: str | Path, *, healed: Sequence[Healing] | None = None) -> Iterator[LogCore]:
+    """The core of a log that exists and that no writer holds, under its own profile and attempt. A repair passes what it healed."""
+    home = find_home(run_dir)
+    descriptor = None if home is None else read_descriptor(home)
+    if home is None or descriptor is None:
+        raise LogError(f"run={run_dir}: no log there; give the folder of a run")
+    store = Store(**descriptor.store)
+    core = LogCore(home_of(run_dir, store), store, run=descriptor.run, attempt=None, healed=healed)
+    try:
+        yield core
+    finally:
+        core.close()

@@ -16,7 +16,7 @@ import lance
 
 from molt.errors import CorruptLogError
 from molt.log.home import Home
-from molt.log.stamp import CHECK, KEY, Stamp
+from molt.log.stamp import CHECK, KEY, Stamp, stamp_of
 
 _LAST = 2**64 - 1
 QUARANTINE = "quarantine"
@@ -57,14 +57,19 @@ def open_version(home: Home, table: str, version: int) -> lance.LanceDataset:
     return lance.LanceDataset(home.table(table), version=version, storage_options=home.storage_options, session=lance.Session())
 
 
+def check_version(home: Home, table: str, version: int) -> None:
+    """Open a version and read its stamp."""
+    stamp_of(open_version(home, table, version), version)
+
+
 def heal_table(home: Home, table: str, *, may_set_aside: Callable[[bytes], bool] = is_torn) -> Healing | None:
     """Set aside newest manifests that do not open; None when the newest opens. CorruptLogError when one may not be set aside."""
     set_aside: list[str] = []
     redo: list[Stamp] = []
     for version in manifests(home, table):
         try:
-            open_version(home, table, version)
-        except (ValueError, OSError) as error:
+            check_version(home, table, version)
+        except (ValueError, OSError, CorruptLogError) as error:
             name = manifest_name(table, version)
             content = home.read(name) or b""
             if not may_set_aside(content):

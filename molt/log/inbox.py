@@ -57,7 +57,8 @@ class Inbox:
         """Repetitions of messages that are decided but not yet acknowledged."""
         self._read_back = read_back
         self._producers = {
-            name: ProducerState(next_seq=seq + 1, recent=OrderedDict({seq: bytes.fromhex(digest)})) for name, (seq, digest) in marks.items()
+            name: ProducerState(next_seq=seq + 1, recent=OrderedDict({seq: bytes.fromhex(digest)} if digest else {}))
+            for name, (seq, digest) in marks.items()
         }
 
     def has_room(self, size_bytes: int) -> bool:

@@ -17,6 +17,7 @@ from molt.log.cut import Cut, cut_point, newest_stamps
 from molt.log.descriptor import Descriptor, read_descriptor
 from molt.log.home import Home, find_home
 from molt.log.stamp import newest_stamp
+from molt.log.tombstone import LOST, tombstones_of
 from molt.schema import TABLES
 
 
@@ -107,35 +108,43 @@ class Tail:
         self._columns = None if columns is None else list(columns)
         self._seen_fragment = -1
         self._seen_version = 0
-        self._next_row: int | None = None
+        self._seen_rows: int | None = None
+        """Rows of the table that were ever appended up to the last poll."""
 
     def poll(self) -> pa.Table:
         """Rows that came since the last poll; an empty table when none did."""
         dataset = self._reader.newest(self._table)
-        names = dataset.schema.names if self._columns is None else self._columns
-        names = [name for name in names if name != "data"]
+        names = [name for name in (dataset.schema.names if self._columns is None else self._columns) if name != "data"]
         if dataset.version == self._seen_version:
-            return dataset.schema.empty_table().select(names) if self._table != "payloads" else pa.table({name: [] for name in names})
+            return pa.schema([dataset.schema.field(name) for name in names]).empty_table()
+        if self._seen_rows is None:
+            self._seen_rows = dataset.count_rows(filter=f"lsn <= {self.after}") if self.after >= 0 else 0
         fresh = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id > self._seen_fragment]
         read = names if "lsn" in names else [*names, "lsn"]
-        rows = dataset.scanner(columns=read, filter=f"lsn > {self.after}", fragments=fresh, with_row_id=True).to_table().sort_by("_rowid")
+        rows = dataset.scanner(columns=read, filter=f"lsn > {self.after}", fragments=fresh).to_table().sort_by("lsn")
+        self._check_count(rows, newest_stamp(dataset).rows_end)
         if len(rows):
-            self._check_order(rows)
             self.after = rows["lsn"][-1].as_py()
         self._seen_fragment = max((fragment.fragment_id for fragment in fresh), default=self._seen_fragment)
         self._seen_version = dataset.version
         crashpoint("reader.after_poll")
         return rows.select(names)
 
-    def _check_order(self, rows: pa.Table) -> None:
-        """Row ids are dense and rise with lsn: a gap or a fall would be a lost or moved row."""
-        row_ids, lsn = np.asarray(rows["_rowid"]).astype(np.int64), np.asarray(rows["lsn"])
-        expected = row_ids[0] if self._next_row is None else self._next_row
-        if row_ids[0] != expected or (np.diff(row_ids) != 1).any() or (np.diff(lsn) <= 0).any():
-            raise CorruptLogError(
-                f"log={self._reader.home.where}: table {self._table}: rows after lsn {self.after} are not in one dense order; run molt verify"
-            )
-        self._next_row = int(row_ids[-1]) + 1
+    def _check_count(self, rows: pa.Table, rows_end: int) -> None:
+        """As many rows came as were appended, each under an lsn of its own: one less is lost, one more is doubled."""
+        assert self._seen_rows is not None, "poll() sets it"
+        expected = rows_end - self._seen_rows
+        self._seen_rows = rows_end
+        lsn = np.asarray(rows["lsn"])
+        if len(rows) == expected and (np.diff(lsn) > 0).all():
+            return
+        events = self._reader.newest("events").to_table(columns=["kind", "body"], filter=f"kind = '{LOST}'")
+        lost = tombstones_of(events).lost
+        if lost and len(rows) < expected <= len(rows) + len(lost) and (np.diff(lsn) > 0).all():
+            return
+        raise CorruptLogError(
+            f"log={self._reader.home.where}: table {self._table}: {len(rows)} rows after lsn {self.after}, {expected} were appended; run molt verify"
+        )
 
 
 class SegmentIndex:

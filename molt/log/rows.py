@@ -33,6 +33,8 @@ class TokenSource(StrEnum):
     """A turn of an earlier segment shown again in a rewritten history; its ids are as sampled, and it is never trainable."""
     COMPACTION = "compaction"
     IMAGE = "image"
+    DEMONSTRATION = "demonstration"
+    """An assistant turn of a data set, for supervised steps: trainable, and not sampled by the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,11 +66,20 @@ def newest_stamp(dataset: lance.LanceDataset, *, reach: int = 64) -> Stamp:
     """The stamp of the newest commit that carries one; upkeep commits without a stamp are passed over."""
     version = dataset.version
     for candidate in range(version, max(version - reach, 0), -1):
-        transaction = dataset.read_transaction(candidate)
-        stamp = Stamp.from_properties(transaction.transaction_properties if transaction else None)
+        stamp = stamp_of(dataset, candidate)
         if stamp is not None:
             return stamp
-    raise LookupError(f"{dataset.uri}: no stamp in versions {max(version - reach, 0) + 1}..{version}")
+    raise CorruptLogError(f"{dataset.uri}: no stamp in versions {max(version - reach, 0) + 1}..{version}; run molt fsck")
+
+
+def stamp_of(dataset: lance.LanceDataset, version: int) -> Stamp | None:
+    """The stamp of one version; CorruptLogError when it cannot be trusted."""
+    try:
+        transaction = dataset.read_transaction(version)
+        return Stamp.from_properties(transaction.transaction_properties if transaction else None)
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).split(", /home/")[0]
+        raise CorruptLogError(f"{dataset.uri}: the manifest of version {version} is damaged: {reason}; run molt fsck") from error
 
 
 @dataclass(slots=True, kw_only=True)

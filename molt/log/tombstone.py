@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import orjson
 import pyarrow as pa
 
-KIND = "rows_emptied"
-"""Kind of the events that are tombstones."""
+KIND, LOST = "rows_emptied", "rows_lost"
+"""Kinds of events: rows emptied on purpose, and rows that a repair could not save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class Tombstones:
     """All tombstones up to a cut."""
 
     items: list[Tombstone] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    """lsn of rows that a repair declared lost."""
 
     def emptied(self, table: str) -> set[int]:
         """lsn of the emptied rows of a table."""
@@ -49,10 +51,13 @@ def tombstones_of(events: pa.Table) -> Tombstones:
     """The tombstones among events (columns kind, body)."""
     found = Tombstones()
     for kind, body in zip(events["kind"].to_pylist(), events["body"].to_pylist(), strict=True):
-        if kind != KIND:
+        if kind not in (KIND, LOST):
             continue
         fields = orjson.loads(body)
         lsns = frozenset(lsn for first, last in orjson.loads(fields["lsn_runs"]) for lsn in range(first, last + 1))
+        if kind == LOST:
+            found.lost |= lsns
+            continue
         found.items.append(
             Tombstone(
                 table=fields["table_name"], family=fields["family"], lsns=lsns, left_root=fields["left_root"], reason=fields["reason"]

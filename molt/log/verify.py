@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from molt.log.batch import is_panic, one_batch
 from molt.log.cut import Cut
 from molt.log.digest import merkle_root, row_digests
 from molt.log.reader import LogReader
-from molt.log.tombstone import KIND, Tombstones, runs_of, tombstones_of
+from molt.log.tombstone import KIND, LOST, Tombstones, runs_of, tombstones_of
 from molt.schema import TABLES
 
 _BATCH_ROWS = 2048
@@ -42,6 +42,8 @@ class Report:
     num_rows: dict[str, int] = field(default_factory=dict)
     num_files: int = 0
     num_emptied: int = 0
+    num_lost: int = 0
+    """Rows that a repair declared lost."""
     root: str = ""
     """Merkle root over row digests in lsn order, hex; empty unless every row could be read."""
     findings: list[Finding] = field(default_factory=list)
@@ -117,16 +119,21 @@ def _check_emptied(table: str, scan: TableScan, tombstones: Tombstones) -> list[
     return findings
 
 
-def check_density(digests: Mapping[int, bytes], lsn_end: int) -> list[Finding]:
-    """Every lsn from 0 on is a row."""
-    missing = [lsn for lsn in range(lsn_end + 1) if lsn not in digests]
+def check_density(digests: Mapping[int, bytes], lsn_end: int, lost: Set[int] = frozenset()) -> list[Finding]:
+    """Every lsn from 0 on is a row, or was declared lost by a repair."""
+    missing = [lsn for lsn in range(lsn_end + 1) if lsn not in digests and lsn not in lost]
     return [Finding(table="", file="", lsn_first=first, lsn_last=last, what="rows are missing") for first, last in runs_of(missing)]
 
 
 def verify_cut(cut: Cut) -> Report:
     """Read every row of a cut and check it."""
     report = Report(lsn_end=cut.lsn)
-    tombstones = tombstones_of(cut.dataset("events").to_table(columns=["kind", "body"], filter=f"kind = '{KIND}'"))
+    try:
+        tombstones = tombstones_of(cut.dataset("events").to_table(columns=["kind", "body"], filter=f"kind in ('{KIND}', '{LOST}')"))
+    except BaseException as error:
+        if not isinstance(error, OSError | ValueError) and not is_panic(error):
+            raise
+        tombstones = Tombstones()
     digests: dict[int, bytes] = {}
     for table in TABLES:
         scan = _scan_table(cut.dataset(table), table, tombstones, report)
@@ -138,8 +145,9 @@ def verify_cut(cut: Cut) -> Report:
         if doubled:
             report.findings.append(Finding(table=table, file="", lsn_first=doubled[0], lsn_last=doubled[-1], what="an lsn is used twice"))
         digests |= found
-    report.findings += check_density(digests, cut.lsn)
-    if len(digests) == cut.lsn + 1:
+    report.num_lost = len(tombstones.lost - set(digests))
+    report.findings += check_density(digests, cut.lsn, tombstones.lost)
+    if len(digests) + report.num_lost == cut.lsn + 1:
         report.root = merkle_root([digests[lsn] for lsn in sorted(digests)]).hex()
     return report
 
