@@ -30,62 +30,89 @@ decisions as (
         end as mismatch_high
     from gate_decided left join settings using (attempt) left join default_bands using (level, mode)
 ),
+bounds as (
+    select
+        * exclude (low, high, mismatch_low, mismatch_high),
+        case when compares <> 'ratio' then low when low > 0 then ln(low) when low = 0 then '-infinity'::double end as low,
+        case when compares <> 'ratio' then high else ln(high) end as high,
+        case when compares <> 'ratio' then mismatch_low when mismatch_low > 0 then ln(mismatch_low) when mismatch_low = 0 then '-infinity'::double end
+            as mismatch_low,
+        case when compares <> 'ratio' then mismatch_high else ln(mismatch_high) end as mismatch_high
+    from decisions
+),
+sampled as (
+    select
+        bounds.*, counted_scores.trainer_logprobs, counted_scores.gate_weights,
+        list_where(behaviour_logprobs, flatten(list_transform(spans, lambda s: repeat([s.source = 'policy'], s.len)))) as behaviour,
+        list_filter(spans, lambda s: s.source = 'policy') as parts, counted_scores.policy_version as trainer_version
+    from counted_scores join bounds using (attempt, step, segment_id) join segments using (segment_id)
+),
 ratios as (
     select
-        sampled_tokens.step, sampled_tokens.segment_id, sampled_index, is_trainable, gate_weight, decisions.* exclude (step, segment_id, low, high),
-        is_decoupled and sampled_tokens.policy_version = trainer_version as is_mismatch,
-        case when is_mismatch then mismatch_low else low end as low, case when is_mismatch then mismatch_high else high end as high,
-        trainer_logprob::double - behaviour_logprob::double as own,
-        exp(least(behaviour_logprob::double, 0)) as p, exp(least(trainer_logprob::double, 0)) as q
-    from sampled_tokens join decisions on
-        decisions.attempt = sampled_tokens.attempt and decisions.step = sampled_tokens.step and decisions.segment_id = sampled_tokens.segment_id
+        *, flatten(list_transform(parts, lambda s: repeat([s.trainable], s.len))) as is_trainable,
+        flatten(list_transform(parts, lambda s: repeat([is_decoupled and s.policy_version = trainer_version], s.len))) as is_mismatch,
+        list_transform(list_zip(trainer_logprobs, behaviour), lambda t: t[1]::double - t[2]::double) as own,
+        list_transform(list_zip(trainer_logprobs, behaviour), lambda t: struct_pack(p := exp(least(t[2]::double, 0)), q := exp(least(t[1]::double, 0))))
+            as chances
+    from sampled
 ),
 measured as (
     select
         *,
         case compares
             when 'ratio' then own
-            when 'tv' then abs(p - q)
-            else greatest(0, p * -own + case when p < 1 then (1 - p) * (ln(1 - p) - ln(greatest(1 - q, 2.2250738585072014e-308))) else 0 end)
+            when 'tv' then list_transform(chances, lambda c: abs(c.p - c.q))
+            else list_transform(chances, lambda c: greatest(0, c.p * (ln(c.p) - ln(c.q))
+                + case when c.p < 1 then (1 - c.p) * (ln(1 - c.p) - ln(greatest(1 - c.q, 2.2250738585072014e-308))) else 0 end))
         end as measure,
-        case when compares <> 'ratio' then low when low > 0 then ln(low) when low = 0 then '-infinity'::double end as bound_low,
-        case when compares <> 'ratio' then high else ln(high) end as bound_high
+        list_transform(list_zip(is_trainable, is_mismatch), lambda t: t[1] and t[2]) as in_mismatch,
+        list_transform(list_zip(is_trainable, is_mismatch), lambda t: t[1] and not t[2]) as in_rest
     from ratios
+),
+totals as (
+    select
+        *, case level when 'seq' then list_sum(list_where(measure, in_mismatch)) when 'geo' then list_avg(list_where(measure, in_mismatch)) end
+            as of_mismatch,
+        case level when 'seq' then list_sum(list_where(measure, in_rest)) when 'geo' then list_avg(list_where(measure, in_rest)) end as of_rest
+    from measured
 ),
 compared as (
     select
-        *,
-        case level
-            when 'seq' then sum(measure) filter (where is_trainable) over part
-            when 'geo' then avg(measure) filter (where is_trainable) over part
-            else measure
-        end as compared
-    from measured window part as (partition by attempt, step, segment_id, is_mismatch)
+        *, list_transform(list_zip(measure, is_mismatch), lambda t:
+            case when level not in ('seq', 'geo') then t[1] when t[2] then of_mismatch else of_rest end) as compared,
+        list_transform(is_mismatch, lambda x: case when x then mismatch_low else low end) as lows,
+        list_transform(is_mismatch, lambda x: case when x then mismatch_high else high end) as highs
+    from totals
 ),
 decided as (
     select
         *,
-        is_trainable and (level = 'off' or mode <> 'mask' or (compared >= coalesce(bound_low, compared) and compared <= coalesce(bound_high, compared)))
-            as is_kept,
-        level <> 'off' and mode = 'mask' and least(abs(compared - coalesce(bound_low, '-infinity')), abs(compared - coalesce(bound_high, 'infinity'))) < 1e-9
-            as is_on_edge,
-        case
-            when level = 'off' then 0
-            when mode = 'mask' then case when compares <> 'ratio' or level = 'geo' then own else compared end
-            when mode = 'clip' then least(greatest(compared, coalesce(bound_low, compared)), coalesce(bound_high, compared))
-            else least(compared, coalesce(bound_high, compared))
-        end as log_weight
+        list_transform(list_zip(compared, lows, highs, is_trainable), lambda t:
+            t[4] and (level = 'off' or mode <> 'mask' or (t[1] >= coalesce(t[2], t[1]) and t[1] <= coalesce(t[3], t[1])))) as is_kept,
+        list_transform(list_zip(compared, lows, highs), lambda t: level <> 'off' and mode = 'mask'
+            and least(abs(t[1] - coalesce(t[2], '-infinity'::double)), abs(t[1] - coalesce(t[3], 'infinity'::double))) < 1e-9) as is_on_edge
     from compared
 ),
 weighed as (
-    select *, case when is_kept then exp(least(greatest(log_weight, -20), 20)) else 0 end as weight from decided
+    select
+        *, list_transform(list_zip(compared, own, lows, highs, is_kept), lambda t: case
+            when not t[5] then 0
+            when level = 'off' then 1
+            else exp(least(greatest(case
+                when mode = 'mask' then case when compares <> 'ratio' or level = 'geo' then t[2] else t[1] end
+                when mode = 'clip' then least(greatest(t[1], coalesce(t[3], t[1])), coalesce(t[4], t[1]))
+                else least(t[1], coalesce(t[4], t[1]))
+            end, -20), 20))
+        end) as weights
+    from decided
 ),
 per_segment as (
     select
-        attempt, step, segment_id, any_value(n_tokens) as n_tokens, any_value(n_kept) as n_kept, count(*) as n_tokens_again,
-        count(*) filter (where is_kept) as n_kept_again, count(*) filter (where is_on_edge) as num_on_edge,
-        max(abs(weight - gate_weight) / greatest(weight, 1)) filter (where not is_on_edge) as largest_difference
-    from weighed group by attempt, step, segment_id
+        attempt, step, segment_id, n_tokens, n_kept, len(trainer_logprobs) as n_tokens_again, len(list_filter(is_kept, lambda x: x)) as n_kept_again,
+        len(list_filter(is_on_edge, lambda x: x)) as num_on_edge,
+        list_transform(list_zip(weights, gate_weights, is_on_edge), lambda t: case when t[3] then 0 else abs(t[1] - t[2]) / greatest(t[1], 1) end)
+            as differences
+    from weighed
 ),
 undecided as (
     select attempt, step, segment_id from counted_consumption where n_sampled > 0 and segment_id in (select segment_id from segments where purpose = 'train')
@@ -93,9 +120,10 @@ undecided as (
     select attempt, step, segment_id from gate_decided
 ),
 answer as (
-    select attempt, step, segment_id, n_kept, n_kept_again, largest_difference, 'the decision differs' as fault
+    select attempt, step, segment_id, n_kept, n_kept_again, list_max(differences) as largest_difference, 'the decision differs' as fault
     from per_segment
-    where n_tokens <> n_tokens_again or abs(n_kept - n_kept_again) > num_on_edge or largest_difference > $tolerance or largest_difference is null and num_on_edge = 0
+    where n_tokens <> n_tokens_again or abs(n_kept - n_kept_again) > num_on_edge
+        or len(list_filter(differences, lambda x: x is null or not x <= $tolerance)) > 0
     union all
     select attempt, step, segment_id, null, null, null, 'no decision was recorded' from undecided
 )

@@ -1,21 +1,24 @@
 -- Which trainable tokens lack a finite log-prob or the policy version that sampled them?
 -- parameters: none
--- grain: one row per segment and fault, with the first position and the number of tokens
+-- grain: one row per segment and fault, with the number of tokens
 -- empty when all is well
 with trainable as (
-    select tokens.*, segments.logprobs_mode from tokens join segments using (lsn, segment_id)
-    where is_trainable and tokens.purpose <> 'sft'
+    select
+        segment_id, logprobs_mode, n_trainable,
+        list_where(behaviour_logprobs, flatten(list_transform(spans, lambda s: repeat([s.trainable], s.len)))) as logprobs,
+        coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.trainable and s.policy_version is null), lambda s: s.len)), 0) as num_unversioned
+    from segments where purpose <> 'sft'
 ),
 faults as (
-    select segment_id, position, 'no behaviour log-prob' as fault from trainable where behaviour_logprob is null
+    select segment_id, 'no behaviour log-prob' as fault, len(logprobs) - list_count(logprobs) as num_tokens from trainable
     union all
-    select segment_id, position, 'behaviour log-prob is not finite' from trainable where not isfinite(behaviour_logprob)
+    select segment_id, 'behaviour log-prob is not finite', len(list_filter(logprobs, lambda x: not isfinite(x))) from trainable
     union all
-    select segment_id, position, 'no policy version' from trainable where policy_version is null
+    select segment_id, 'no policy version', num_unversioned from trainable
     union all
-    select segment_id, position, 'log-prob is not of the distribution that was sampled from' from trainable where logprobs_mode <> 'processed'
+    select segment_id, 'log-prob is not of the distribution that was sampled from', n_trainable from trainable where logprobs_mode <> 'processed'
 ),
 answer as (
-    select segment_id, fault, min(position) as first_position, count(*) as num_tokens from faults group by segment_id, fault
+    select * from faults where num_tokens > 0
 )
 select * from answer

@@ -75,14 +75,31 @@ def test_logprob_on_a_user_token_is_found(log) -> None:
     assert log.rows("mask_only_sampled") == [("e0-p1/1/0/0", 0, "a log-prob on a token that was not sampled")]
 
 
+def test_weight_on_a_sampled_token_that_may_not_train_is_found(log) -> None:
+    log.start()
+    spans = [
+        Span(len=2, source=TokenSource.USER),
+        Span(len=1, source=TokenSource.POLICY, policy_version=0, kv_version=0),
+        Span(len=1, source=TokenSource.POLICY, trainable=True, policy_version=0, kv_version=0),
+    ]
+    segment_id = log.segment(spans=spans)
+    log.score(segment_id, 0, weights=(0.5, 1.0))
+    assert log.rows("mask_only_sampled") == [(segment_id, None, "1 gate weights on tokens that may not train")]
+
+
+def test_logprob_of_a_trainable_token_that_is_not_finite_is_found(log) -> None:
+    segment_id = log.segment(behaviour_logprobs=np.array([np.nan, np.nan, -np.inf, -0.5], np.float32))
+    assert log.rows("trainable_has_lineage") == [(segment_id, "behaviour log-prob is not finite", 1)]
+
+
 def test_trainable_token_without_logprob_or_version_is_found(log) -> None:
     log.well()
     log.segment("e0-p1/1/0", behaviour_logprobs=np.array([np.nan, np.nan, -0.5, np.nan], np.float32))
     spans = [Span(len=2, source=TokenSource.USER), Span(len=2, source=TokenSource.POLICY, trainable=True)]
     log.segment("e0-p1/2/0", spans=spans)
     assert sorted(log.rows("trainable_has_lineage")) == [
-        ("e0-p1/1/0/0", "no behaviour log-prob", 3, 1),
-        ("e0-p1/2/0/0", "no policy version", 2, 2),
+        ("e0-p1/1/0/0", "no behaviour log-prob", 1),
+        ("e0-p1/2/0/0", "no policy version", 2),
     ]
 
 
@@ -412,3 +429,19 @@ def test_consumption_without_a_gate_decision_is_found(log) -> None:
     segment_id = log.segment()
     log.consume(segment_id, 0)
     assert log.rows("gates_recomputed") == [(1, 0, segment_id, None, None, None, "no decision was recorded")]
+
+
+def test_decoupled_gate_has_a_band_for_each_part(log) -> None:
+    # Trainer at version 1. Tokens of version 0 against 0.5 .. 2: e^0.2 = 1.22 in, e^0.9 = 2.46 out.
+    # Tokens of version 1 are kernel mismatch, against 0.9 .. 1.1: e^0.05 = 1.05 in, e^0.2 = 1.22 out.
+    log.start(is_correction_level="token", decoupled=True, is_mismatch_threshold=[0.9, 1.1])
+    segment_id = log.segment(versions=(0, 1))
+    weights = (E_02, 0.0, math.exp(0.05), 0.0)
+    log.score(segment_id, 1, trainer=(-0.3, 0.4, -0.45, -0.3), weights=weights)
+    log.gate(segment_id, 1, level="token", low=0.5, high=2.0, n_tokens=4, n_kept=2)
+    assert log.rows("gates_recomputed") == []
+    log.start(attempt=2, is_correction_level="token")
+    log.score(segment_id, 1, trainer=(-0.3, 0.4, -0.45, -0.3), weights=weights)
+    log.gate(segment_id, 1, level="token", low=0.5, high=2.0, n_tokens=4, n_kept=2)
+    # Without decoupling the last token is inside 0.5 .. 2.
+    assert [(row[0], row[3], row[4]) for row in log.rows("gates_recomputed")] == [(2, 2, 3)]
