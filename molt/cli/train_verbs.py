@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
 from molt import environ
-from molt.cli.preflight import check_programs, check_prompts
+from molt.cli.preflight import try_everything
 from molt.cli.programs import program_path, run_program
 from molt.cli.report import emit_json, emit_table, note
 from molt.config import Config
@@ -61,9 +61,9 @@ def train(
     check(resolved)
     check_inputs(resolved)
     program_path(pipeline)
-    check_programs(resolved)
+    found = try_everything(resolved)
     if dry_run:
-        _print_dry_run(resolved, as_json=json)
+        _print_dry_run(resolved, found, as_json=json)
         return None
     check_machine(resolved)
     environ.prepare()
@@ -143,16 +143,14 @@ def _resolved(files: tuple[Path, ...], flags: tuple[str, ...], resume: Path | No
     return run, run.config(flags)
 
 
-def _print_dry_run(config: Config, *, as_json: bool) -> None:
-    """The resolved settings, their digest, and what this machine lacks for them."""
-    prompts = check_prompts(config)
+def _print_dry_run(config: Config, found: dict[str, Any], *, as_json: bool) -> None:
+    """The resolved settings, their digest, what the prompts hold, and what this machine lacks for them."""
     lacking = list(machine_findings(config))
     if as_json:
-        emit_json({"config": config.model_dump(mode="json"), "config_digest": config_digest(config), "data": prompts, "lacking": lacking})
+        emit_json({"config": config.model_dump(mode="json"), "config_digest": config_digest(config), "data": found, "lacking": lacking})
         return
     print(dump_toml(config))
-    for name, facts in prompts.items():
-        note(f"data.{name}={facts['path']}: {facts['num_prompts']} prompts")
+    note(f"data: {', '.join(f'{name} {value}' for name, value in found.items() if value is not None)}")
     for line in lacking:
         note(f"this machine lacks: {line}")
     note(f"settings are in order, config_digest={config_digest(config)}; nothing was written")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from molt.cli import app, train_rl_ray
+from molt.data.tiny import make_model
 
 PUBLISHED = """
 python3 -m molt.cli.train_rl_ray \
@@ -31,17 +33,27 @@ python3 -m molt.cli.train_rl_ray \
 AGENT = """from molt.agents import env
 
 
+class AddEnv(env.Env):
+    async def step(self, action):
+        return env.Result(terminated=True, truncated=False, reward=0.0)
+
+
 class AgentRunner(env.AgentRunner):
-    pass
+    env = AddEnv
 """
 
 
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    make_model(path)
+    return path
+
+
 @pytest.fixture
-def inputs(tmp_path: Path) -> dict[str, str]:
+def inputs(tmp_path: Path, tiny_model: Path) -> dict[str, str]:
     model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "tokenizer.json").write_text("{}")
+    shutil.copytree(tiny_model, model)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "prompts.jsonl").write_text('{"input": "1+1", "label": "2"}\n')
     return {"model": str(model), "agent": str(tmp_path / "agent.py"), "prompts": str(tmp_path / "prompts.jsonl")}
@@ -69,7 +81,7 @@ def test_dry_run_writes_nothing_and_says_so(molt, inputs, tmp_path, monkeypatch)
     before = sorted(path.name for path in tmp_path.iterdir())
     said = molt("train", "--dry-run", *flags(inputs))
     assert said.code == 0
-    assert "1 prompts" in said.err
+    assert "num_prompts 1" in said.err
     assert "nothing was written" in said.err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
