@@ -135,7 +135,7 @@ def simulate(
     json
         Print JSON.
     """
-    from molt.simulate import simulate_run
+    from molt.simulate.run import simulate_run
 
     where, at = split_place(run)
     found = [

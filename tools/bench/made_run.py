@@ -51,7 +51,8 @@ def make_run(
         producer.append_sync(events=[_started(config, num_steps)])
         generator = np.random.default_rng(seed)
         for step in range(num_steps):
-            made = list(_rollouts(generator, step, groups_per_step, group_size, mean_length, max_lag))
+            is_mixed = config.algo.advantage.is_correction_level != "off"
+            made = list(_rollouts(generator, step, groups_per_step, group_size, mean_length, max_lag, is_mixed))
             ack = producer.append_sync(segments=made, events=[_dispatched(segment, group_size) for segment in made if segment.member == 0])
             plan = _plan(made, step, ack.lsn_end, config)
             text = plan_to_json(plan)
@@ -70,7 +71,7 @@ def make_run(
 
 
 def _rollouts(
-    generator: np.random.Generator, step: int, groups_per_step: int, group_size: int, mean_length: int, max_lag: int
+    generator: np.random.Generator, step: int, groups_per_step: int, group_size: int, mean_length: int, max_lag: int, is_mixed: bool
 ) -> Iterator[Segment]:
     for place in range(groups_per_step):
         prompt = step * groups_per_step + place
@@ -78,7 +79,7 @@ def _rollouts(
         started = STEP_S * version + generator.uniform(0, 1)
         for member in range(group_size):
             length = max(1, int(generator.gamma(2.0, mean_length / 2)))
-            split = int(generator.integers(0, length + 1)) if version < step else length
+            split = int(generator.integers(0, length + 1)) if version < step and is_mixed else length
             reward = float(generator.uniform() < 1 / (1 + length / mean_length))
             logprobs = -generator.gamma(0.7, 0.7, length).astype(np.float32)
             spans = [Span(len=PROMPT, source=TokenSource.USER)]

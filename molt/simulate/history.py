@@ -1,0 +1,170 @@
+"""What a log tells of timing: when each group was sent and finished, with which versions, and how long each step took."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molt.admission.decide import AdmissionRule
+from molt.admission.plan import SegmentRow
+from molt.admission.recover import SEGMENT_COLUMNS, segment_rows
+from molt.config import Config
+from molt.errors import DataError
+from molt.log.reader import LogReader
+
+KINDS = ("attempt_started", "group_dispatched", "rollout_failed", "batch_planned", "step_trained", "step_refused", "weights_refit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastGroup:
+    """One finished group of prompts."""
+
+    group_id: str
+    dispatched_at: float
+    finished_at: float
+    """When its last member ended."""
+    version_dispatched: int
+    """Policy version in force when it was sent."""
+    segments: tuple[SegmentRow, ...]
+    num_failed: int
+    """Members that failed for good."""
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from dispatch to the end of its last member."""
+        return max(0.0, self.finished_at - self.dispatched_at)
+
+    @property
+    def n_sampled(self) -> int:
+        """Sampled tokens of its finished rollouts."""
+        return sum(row.n_sampled for row in self.segments)
+
+    @property
+    def num_rollouts(self) -> int:
+        """Finished rollouts."""
+        return len({row.rollout_id for row in self.segments})
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward over scored rollouts."""
+        scored = list({row.rollout_id: row.reward for row in self.segments if row.reward is not None}.values())
+        return sum(scored) / len(scored) if scored else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastStep:
+    """One step that was planned and ended."""
+
+    step: int
+    policy_version: int
+    planned_at: float
+    duration_s: float
+    """Seconds from its plan until the engines served what followed from it."""
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Groups in the order of dispatch and steps in order, of all attempts together."""
+
+    config: Config
+    groups: tuple[PastGroup, ...]
+    steps: tuple[PastStep, ...]
+    num_open: int
+    """Groups that neither finished nor failed; they are left out."""
+
+    def rule(self, max_lag: int, filter_range: tuple[float, float] | None) -> AdmissionRule:
+        """The run's rule of admission under another bound and filter."""
+        return AdmissionRule(
+            max_lag=max_lag,
+            group_size=self.config.rollout.n_samples_per_prompt,
+            drop_incomplete=self.config.admission.incomplete_groups == "drop",
+            filter_range=filter_range,
+        )
+
+
+def read_history(run_dir: Path, *, at: int | None = None) -> History:
+    """Read scalars and events of a run; no token column is touched. DataError when nothing was trained."""
+    cut = LogReader.open(run_dir).cut(at=at)
+    columns = [*SEGMENT_COLUMNS, "finished_at"]
+    table = cut.table("segments", columns, where="purpose = 'train'").to_pylist()
+    kinds = ", ".join(f"'{kind}'" for kind in KINDS)
+    events = cut.table("events", ["kind", "happened_at", "policy_version", "body"], where=f"kind in ({kinds})").to_pylist()
+    facts: dict[str, list[tuple[float, int | None, dict[str, Any]]]] = defaultdict(list)
+    for row in events:
+        facts[row["kind"]].append((row["happened_at"], row["policy_version"], json.loads(row["body"])))
+    if not facts["attempt_started"]:
+        raise DataError("the log holds no attempt_started event; the run did not begin")
+    config = Config.model_validate_json(facts["attempt_started"][-1][2]["config"])
+    steps = _steps(facts)
+    if not steps:
+        raise DataError(f"run={run_dir.name}: no step was trained, so there is no timing to simulate from")
+    groups, num_open = _groups(facts, table, config)
+    return History(config=config, groups=tuple(groups), steps=tuple(steps), num_open=num_open)
+
+
+def _groups(
+    facts: dict[str, list[tuple[float, int | None, dict[str, Any]]]], table: list[dict[str, Any]], config: Config
+) -> tuple[list[PastGroup], int]:
+    rows: dict[str, list[SegmentRow]] = defaultdict(list)
+    ended: dict[str, float] = defaultdict(float)
+    for raw, row in zip(table, segment_rows(table), strict=True):
+        rows[row.group_id].append(row)
+        ended[row.group_id] = max(ended[row.group_id], raw["finished_at"])
+    failed: dict[str, set[int]] = defaultdict(set)
+    for happened_at, _, body in facts["rollout_failed"]:
+        if body["is_final"]:
+            failed[body["group_id"]].add(body["member"])
+            ended[body["group_id"]] = max(ended[body["group_id"]], happened_at)
+    first: dict[str, tuple[float, int]] = {}
+    for happened_at, version, body in facts["group_dispatched"]:
+        if body["purpose"] == "train":
+            first.setdefault(body["group_id"], (happened_at, version or 0))
+    found, num_open = [], 0
+    for group_id, (dispatched_at, version) in sorted(first.items(), key=lambda item: item[1][0]):
+        members = {row.rollout_id.split("/")[1] for row in rows[group_id]} | {str(member) for member in failed[group_id]}
+        if len(members) < config.rollout.n_samples_per_prompt and not _is_complete(rows[group_id], failed[group_id]):
+            num_open += 1
+            continue
+        found.append(
+            PastGroup(
+                group_id=group_id,
+                dispatched_at=dispatched_at,
+                finished_at=ended[group_id],
+                version_dispatched=version,
+                segments=tuple(rows[group_id]),
+                num_failed=len(failed[group_id]),
+            )
+        )
+    return found, num_open
+
+
+def _is_complete(rows: list[SegmentRow], failed: set[int]) -> bool:
+    """A group that was trained although smaller than the settings say (a made or imported log) counts as finished."""
+    return bool(rows) and not failed
+
+
+def _steps(facts: dict[str, list[tuple[float, int | None, dict[str, Any]]]]) -> list[PastStep]:
+    """Steps as trained last. A step ends with the refit that followed it, or with its own event."""
+    planned: dict[int, tuple[float, dict[str, Any]]] = {}
+    for happened_at, _, body in facts["batch_planned"]:
+        planned[body["step"]] = (happened_at, body)
+    ended: dict[int, float] = {}
+    for kind in ("step_trained", "step_refused", "weights_refit"):
+        for happened_at, _, body in facts[kind]:
+            if body["step"] in planned and happened_at >= planned[body["step"]][0]:
+                ended[body["step"]] = max(ended.get(body["step"], 0.0), happened_at)
+    return [
+        PastStep(
+            step=step,
+            policy_version=body["policy_version"],
+            planned_at=planned_at,
+            duration_s=ended[step] - planned_at,
+            num_groups=len(body["groups"]),
+        )
+        for step, (planned_at, body) in sorted(planned.items())
+        if step in ended
+    ]
