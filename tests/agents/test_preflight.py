@@ -53,9 +53,7 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
 
 
 def test_missing_settings_are_named() -> None:
-    with pytest.raises(
-        SettingError, match=r"(?s)train.agent_path is.*actor.model_name_or_path is.*data.prompt_dataset is missing"
-    ):
+    with pytest.raises(SettingError, match=r"(?s)train.agent_path is.*actor.model_name_or_path is.*data.prompt_dataset is missing"):
         preflight(Config())
 
 

@@ -1,0 +1,37 @@
+"""The process behind a Verifier: reads arguments as JSON lines, calls one function, writes its results."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import sys
+from pathlib import Path
+
+import orjson
+
+
+def main(file: str, name: str, memory_bytes: int, path: list[str]) -> None:
+    """Serve until stdin ends. The caller kills this process when time is up."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a grader prints must not stand between the answers
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    sys.path[:] = [*path, str(Path(file).parent)]
+    spec = importlib.util.spec_from_file_location(f"molt_verifier_{Path(file).stem}", file)
+    assert spec is not None and spec.loader is not None, f"no loader for {file}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name)
+    answers.write(b"ready\n")
+    for line in sys.stdin.buffer:
+        try:
+            answer = {"value": function(*orjson.loads(line))}
+            data = orjson.dumps(answer)
+        except Exception as error:
+            data = orjson.dumps({"error": f"{type(error).__name__}: {error}"})
+        answers.write(data + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), orjson.loads(sys.argv[4]))

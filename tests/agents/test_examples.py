@@ -1,0 +1,96 @@
+"""The shipped agents, on real rows and against a scripted engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from molt.agents.episode import Episode, EpisodeIds, EpisodeLimits, run_episode
+from molt.agents.load import load_agent
+from molt.agents.render import ChatRenderer
+from molt.config import DataSettings
+from molt.data.prompts import Prompt, PromptSet
+from molt.places import folder
+from molt.rollout.engine import Sampling
+from tests.agents.scripted import ScriptedEngine
+
+GSM8K = Path(__file__).parents[1] / "data" / "fixtures" / "gsm8k_8.jsonl"
+
+
+async def run(name: str, prompt: Prompt, renderer: ChatRenderer, *script: str) -> tuple[Episode, ScriptedEngine]:
+    runner = load_agent(folder("examples") / f"{name}.py").runner()
+    engine = ScriptedEngine(renderer.tokenizer, *script)
+    await runner.start()
+    try:
+        episode = await run_episode(
+            runner,
+            prompt,
+            engine.generate,
+            renderer,
+            limits=EpisodeLimits(max_turns=6, max_len=4096, timeout_s=60),
+            sampling=Sampling(max_new_tokens=256),
+            ids=EpisodeIds(group_id="g", member=0, try_number=0, group_size=1, epoch=0, engine="e"),
+        )
+    finally:
+        await runner.close()
+    return episode, engine
+
+
+def math_module() -> ModuleType:
+    return sys.modules[load_agent(folder("examples") / "math_agent.py").runner.__module__]
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "reward"),
+    [
+        ("16-3-4=9, times 2 is \\boxed{18} dollars.", "9 * 2 = 18\n#### 18", 1.0),
+        ("The answer is 18", "#### 18", 1.0),
+        ("\\boxed{17}", "#### 18", 0.0),
+        ("I do not know.", "#### 18", 0.0),
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("\\boxed{x^{2}}", "x^2", 1.0),
+        ("\\boxed{1,000}", "#### 1000", 1.0),
+        ("\\boxed{5}", "", None),
+    ],
+)
+def test_math_grader_reads_answers_as_written(answer: str, label: str, reward: float | None) -> None:
+    assert math_module().grade(answer, label) == reward
+
+
+async def test_math_agent_grades_a_real_question(renderer: ChatRenderer) -> None:
+    prompts = PromptSet.load(GSM8K, DataSettings(input_key="question", label_key="answer"))
+    episode, _ = await run("math_agent", prompts[0], renderer, "She makes \\boxed{18} dollars.")
+    assert episode.reward == 1.0 == episode.outcome and episode.stop_reason == "terminated"
+
+
+async def test_math_answer_that_hangs_the_grader_is_unscorable(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_module(), "TIMEOUT_S", 2.0)
+    prompt = Prompt(prompt_id="p", prompt_index=0, messages=({"role": "user", "content": "?"},), label="1")
+    episode, _ = await run("math_agent", prompt, renderer, "\\boxed{9^{9^{9^{9}}}}")
+    assert episode.reward is None and episode.metrics == {"is_unscorable": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "observed"),
+    [
+        (("<calc>37+58</calc>", "95"), 1.0, "<|tool|>95<|end|>"),
+        (("<calc>37+</calc>", "95"), 1.0, "<|tool|>error: not a sum<|end|>"),
+        (("<calc>__import__('os')</calc>", "0"), 0.0, "<|tool|>error: not a sum<|end|>"),
+        (("94",), 0.0, None),
+    ],
+)
+async def test_calculator_agent_calls_its_tool(
+    prompt: Prompt, renderer: ChatRenderer, said: tuple[str, ...], reward: float, observed: str | None
+) -> None:
+    episode, engine = await run("calculator_agent", prompt, renderer, *said)
+    assert episode.reward == reward and len(episode.segments) == 1
+    assert observed is None or observed in engine.texts[1]
+
+
+async def test_calls_without_end_end_the_rollout(prompt: Prompt, renderer: ChatRenderer) -> None:
+    episode, engine = await run("calculator_agent", prompt, renderer, "<calc>1+1</calc>")
+    # Three calls are answered; the fourth is taken as the final answer.
+    assert len(engine.prompts) == 4 and episode.reward == 0.0 and episode.metrics == {"num_calls": 3.0}

@@ -1,0 +1,78 @@
+"""Graders in processes: a hung one is killed at its limit, replaced, and never a reward of 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from molt.agents.verifier import VerdictKind, Verifier
+from molt.errors import AgentError
+from tests.agents.graders import double, misbehave
+
+
+@pytest.fixture
+async def verifier() -> AsyncIterator[Verifier]:
+    pool = Verifier(misbehave, num_workers=2, timeout_s=0.4, memory_bytes=2 << 30)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+async def test_good_grader_answers_many_calls_in_one_process() -> None:
+    pool = Verifier(double)
+    await pool.start()
+    try:
+        verdicts = [await pool.verify(number) for number in range(20)]
+        assert [verdict.value for verdict in verdicts] == list(range(0, 40, 2)) and verdicts[0].unscorable is None
+        (process,) = pool._processes
+    finally:
+        await pool.close()
+    assert process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("sleep", VerdictKind.TIMEOUT, "verifier timeout: no answer in 0.4 s"),
+        ("compute", VerdictKind.TIMEOUT, "verifier timeout"),
+        ("memory", VerdictKind.RAISED, "MemoryError"),
+        ("die", VerdictKind.DIED, "verifier died"),
+        ("raise", VerdictKind.RAISED, "KeyError: 'no such label'"),
+        ("unpicklable", VerdictKind.RAISED, "not JSON serializable"),
+    ],
+)
+async def test_grader_that_cannot_decide_is_unscorable_and_replaced(verifier: Verifier, how: str, kind: VerdictKind, said: str) -> None:
+    verdict = await verifier.verify(how)
+    assert verdict.kind is kind and verdict.value is None and said in (verdict.unscorable or "")
+    assert [(await verifier.verify("fine")).value for _ in range(2)] == ["fine", "fine"]
+
+
+async def test_what_a_grader_prints_is_not_its_answer(verifier: Verifier) -> None:
+    assert (await verifier.verify("print")).value == "fine"
+
+
+async def test_three_hung_graders_do_not_stop_the_others(verifier: Verifier) -> None:
+    await asyncio.gather(verifier.verify("fine"), verifier.verify("fine"))
+    start = time.monotonic()
+    verdicts = await asyncio.gather(*(verifier.verify(how) for how in ("compute", "sleep", "compute", "fine", "fine")))
+    assert [verdict.kind for verdict in verdicts] == [*[VerdictKind.TIMEOUT] * 3, VerdictKind.DONE, VerdictKind.DONE]
+    # Two processes, three calls of 0.4 s that are killed: two rounds and the restarts.
+    assert time.monotonic() - start < 30 and verifier.num_killed == 3
+
+
+async def test_cancelled_call_gives_its_place_back(verifier: Verifier) -> None:
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(verifier.verify("sleep"), 0.2)
+    assert (await verifier.verify("fine")).value == "fine"
+
+
+async def test_function_that_a_process_cannot_import_is_refused() -> None:
+    with pytest.raises(AgentError, match="no module-level function"):
+        Verifier(lambda: 1 if Path else 2)
+    with pytest.raises(AgentError, match="before start"):
+        await Verifier(double).verify(1)
