@@ -28,7 +28,9 @@ class Pace:
     def add(self, now: float, figures: Mapping[str, Any]) -> None:
         """Note the end of a step."""
         if not self.times:
-            self.times.append(self.began)
+            # The first step took what it says; what came before it was starting up.
+            took = [figures[name] for name in ("wait_s", "train_s") if figures.get(name) is not None]
+            self.times.append(max(self.began, now - sum(took)) if took else self.began)
         self.times.append(now)
         self.step = figures.get("step", 0 if self.step is None else self.step + 1)
         self.kept.append(int(figures.get("n_kept") or 0))

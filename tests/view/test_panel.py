@@ -47,6 +47,13 @@ def test_pace_of_two_steps() -> None:
     assert (pace.seconds_per_step, pace.eta_s, pace.tokens_per_s, pace.reward) == (3.0, 24.0, 50.0, 0.5)
 
 
+def test_time_to_start_up_is_no_step() -> None:
+    pace = Pace(num_steps=3, began=0.0)
+    pace.add(60.0, {"step": 0, "n_kept": 10, "train_s": 1.5, "wait_s": 0.5})
+    # 2 s of the minute were the step.
+    assert (pace.seconds_per_step, pace.eta_s) == (2.0, 4.0)
+
+
 def test_pace_before_the_first_step_knows_nothing() -> None:
     pace = Pace(num_steps=10, began=0.0)
     assert (pace.seconds_per_step, pace.eta_s, pace.tokens_per_s, pace.reward) == (None, None, None, None)
