@@ -1,8 +1,8 @@
 """The writer as a named Ray actor, and the sink through which other processes reach it.
 
-    worker process: Producer -> RaySink.submit --ObjectRef--> molt-log-<run> (one actor, async) -> LogWriter thread
-                                 ^                                |
-                                 +------- ack or error -----------+     the actor is restarted when it dies; producers resend
+worker process: Producer -> RaySink.submit --ObjectRef--> molt-log-<run> (one actor, async) -> LogWriter thread
+                             ^                                |
+                             +------- ack or error -----------+     the actor is restarted when it dies; producers resend
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class RaySink:
 
     def __init__(self, handle: Any, *, identity: tuple[str, int] | None = None) -> None:
         self._handle = handle
-        self.run, self.attempt = identity or ray.get(handle.identity.remote(), timeout=CALL_LIMIT_S)
+        known: tuple[str, int] = identity or ray.get(handle.identity.remote(), timeout=CALL_LIMIT_S)
+        self.run, self.attempt = known
 
     def __reduce__(self) -> tuple[Callable[..., RaySink], tuple[Any, tuple[str, int]]]:
         return _make_sink, (self._handle, (self.run, self.attempt))

@@ -121,7 +121,9 @@ def verify_rows(rows: pa.RecordBatch, where: str) -> None:
     if wrong:
         lsn = rows["lsn"].to_pylist()
         named = ", ".join(f"lsn {lsn[place]}" for place in wrong[:5])
-        raise CorruptLogError(f"{where}: {len(wrong)} of {rows.num_rows} rows fail their digest ({named}); run molt verify, then molt fsck --repair")
+        raise CorruptLogError(
+            f"{where}: {len(wrong)} of {rows.num_rows} rows fail their digest ({named}); run molt verify, then molt fsck --repair"
+        )
 
 
 def is_panic(error: BaseException) -> bool:
@@ -158,14 +160,17 @@ def batch_of(dataset: lance.LanceDataset, row_ids: Sequence[int], segment_ids: S
     except BaseException as error:
         if isinstance(error, OSError | ValueError) or is_panic(error):
             raise CorruptLogError(
-                f"{dataset.uri}: segments {segment_ids[0]} .. {segment_ids[-1]} cannot be read; {str(error).split(', /home/')[0]}; run molt verify"
+                f"{dataset.uri}: segments {segment_ids[0]} .. {segment_ids[-1]} cannot be read; "
+                f"{str(error).split(', /home/')[0]}; run molt verify"
             ) from error
         raise
     if rows["segment_id"].to_pylist() != list(segment_ids):
         raise CorruptLogError(f"{dataset.uri}: rows {list(row_ids)[:5]} do not hold the segments asked for; run molt verify")
     empty = np.asarray(pc.equal(pc.list_value_length(rows["token_ids"]), 0)) & (np.asarray(rows["n_tokens"]) > 0)
     if empty.any():
-        raise LogError(f"segment_id={segment_ids[int(empty.argmax())]}: its tokens were taken out of the log (rows_emptied); it cannot be trained on")
+        raise LogError(
+            f"segment_id={segment_ids[int(empty.argmax())]}: its tokens were taken out of the log (rows_emptied); it cannot be trained on"
+        )
     if verify:
         verify_rows(rows, f"{dataset.uri}: version {dataset.version}")
     return from_rows(rows)

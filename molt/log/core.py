@@ -21,6 +21,7 @@ from molt.log.lease import take_lease
 from molt.log.stamp import LogState, Stamp, newest_stamp
 from molt.log.store import Store
 from molt.log.table import LogTable
+from molt.log.upcast import missing_columns, refuse_newer
 from molt.schema import TABLES, arrow_schema
 
 
@@ -75,6 +76,8 @@ class LogCore:
             try:
                 crashpoint("open.before_roll_forward")
                 self.roll_forward()
+                for table in self.tables.values():
+                    self._evolve(table)
                 self._begin(attempt)
                 return
             except FencedError:
@@ -135,6 +138,20 @@ class LogCore:
                 if stamps[name].group < newest
             }
             self.pending = Pending(stamp=head, rest=rest)
+
+    def _evolve(self, table: LogTable) -> None:
+        """Add columns that were declared after the table was made; refuse a table that this code would not write in full."""
+        refuse_newer(table.name, table.dataset, read_descriptor(self.home))
+        missing = missing_columns(table.name, table.dataset)
+        strict = [column.name for column in missing if not column.nullable]
+        if strict:
+            raise LogError(
+                f"log={self.home.where}: table {table.name} lacks column {strict[0]!r}, which may not be null; "
+                f"declare it nullable or begin a new run"
+            )
+        if missing:
+            table.add_columns(missing)
+            table.commit([], self.state.stamp(table.name, "carry"))
 
     def _adopt_from_rows(self, stamps: dict[str, Stamp]) -> None:
         """The head of the newest group is lost: take the marks from the rows that are there, and owe nothing."""
@@ -202,7 +219,7 @@ class LogCore:
             if fragments:
                 self._sync(self.tables[name], fragments)
         crashpoint("writer.after_sync")
-        self._decide(written, rows, marks, lsn)
+        self._decide(written, {name: sum(map(len, batches)) for name, batches in rows.items()}, rows, marks, lsn)
         crashpoint("writer.after_head")
         self.roll_forward()
         return self.state.lsn_end
@@ -219,15 +236,14 @@ class LogCore:
             order = pa.array(range(lsn + 1, lsn + 1 + len(table)), pa.int64())
             schema = arrow_schema(name)
             columns = [order if field.name == "lsn" else table[field.name] for field in schema]
-            written[name] = self.tables[name].write(
-                pa.Table.from_arrays(columns, schema=schema), max_bytes=self.store.upkeep.target_bytes
-            )
+            written[name] = self.tables[name].write(pa.Table.from_arrays(columns, schema=schema), max_bytes=self.store.upkeep.target_bytes)
             lsn += len(table)
         return (written or {"events": []}), lsn
 
     def _decide(
         self,
         written: dict[str, list[FragmentMetadata]],
+        counts: dict[str, int],
         rows: dict[str, list[pa.RecordBatch]],
         marks: dict[str, tuple[int, str]],
         lsn: int,
@@ -236,10 +252,8 @@ class LogCore:
         state = self.state
         names = list(written)
         head, rest = names[0], names[1:]
-        rows_end = {name: state.rows_end[name] + sum(map(len, rows.get(name, []))) for name in names}
-        intent = {
-            name: {"fragments": [fragment.to_json() for fragment in written[name]], "rows_end": rows_end[name]} for name in names
-        }
+        rows_end = {name: state.rows_end[name] + counts.get(name, 0) for name in names}
+        intent = {name: {"fragments": [fragment.to_json() for fragment in written[name]], "rows_end": rows_end[name]} for name in names}
         stamp = Stamp(
             kind="group",
             epoch=state.epoch,
@@ -258,6 +272,16 @@ class LogCore:
         state.rows_end[head] = rows_end[head]
         self.pending = Pending(stamp=stamp, rest={name: (written[name], rows_end[name]) for name in rest})
         self._sync(self.tables[head], [])
+
+    def adopt_rows(self, rows: dict[str, Iterator[pa.Table]], counts: dict[str, int], lsn_end: int) -> None:
+        """Take rows that have their lsn already, all at once, into an empty log."""
+        assert self.state.lsn_end == -1, "only an empty log adopts rows"
+        written = {name: self.tables[name].write(rows[name], max_bytes=self.store.upkeep.target_bytes) for name in TABLES if name in rows}
+        for name, fragments in written.items():
+            self._sync(self.tables[name], fragments)
+        if written:
+            self._decide(written, counts, {}, {}, lsn_end)
+            self.roll_forward()
 
     def _fresh_payloads(self, batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
         """The payloads that the log does not hold yet, each once."""

@@ -1,11 +1,12 @@
 """A consistent view of the log: versions of all tables and one lsn up to which every group is complete.
 
-    read the newest stamps, then open the newest versions      the stamps name the newest group g; groups before g are complete
-    g complete in what was opened?   yes: cut at its last lsn   no: cut before its first lsn, so that no effect lacks its cause
+read the newest stamps, then open the newest versions      the stamps name the newest group g; groups before g are complete
+g complete in what was opened?   yes: cut at its last lsn   no: cut before its first lsn, so that no effect lacks its cause
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,10 +16,13 @@ import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
 from molt.log.batch import SegmentBatch, batch_of
+from molt.log.descriptor import FORMAT
 from molt.log.holds import hold
 from molt.log.home import Home
+from molt.log.rows import Payload
 from molt.log.stamp import Stamp, newest_stamp
-from molt.schema import TABLES
+from molt.log.upcast import upcast, with_missing
+from molt.schema import TABLES, arrow_schema, tables
 
 if TYPE_CHECKING:
     import duckdb
@@ -47,7 +51,11 @@ class Cut:
         newest_lsn: Mapping[str, int],
         index: SegmentIndex,
         reopen: Callable[[str], tuple[lance.LanceDataset, int]] | None = None,
+        *,
+        written: int = FORMAT,
     ) -> None:
+        self._written = written
+        """Format that the rows were written in."""
         self._home = home
         self._reopen = reopen
         """Newest version of a table and its last lsn: the same rows, for when clean-up took the files of this one. None for a pin."""
@@ -81,16 +89,15 @@ class Cut:
         if name not in TABLES:
             raise LogError(f"table={name!r} is not a table of the log; choose one of {', '.join(TABLES)}")
         dataset = self._datasets[name]
-        wanted = [column for column in dataset.schema.names if column != "data"] if columns is None else list(columns)
-        read = wanted if "lsn" in wanted else [*wanted, "lsn"]
+        wanted = [column for column in arrow_schema(name).names if column != "data"] if columns is None else list(columns)
+        present = [column for column in wanted if column in dataset.schema.names or column not in arrow_schema(name).names]
+        read = present if "lsn" in present else [*present, "lsn"]
         options: dict[str, Any] = {"blob_handling": "all_binary"} if "data" in wanted else {}
-        rows = self._retried(
-            name, lambda: self._datasets[name].to_table(columns=read, filter=self._bounded(name, where), **options)
-        )
+        rows = self._retried(name, lambda: self._datasets[name].to_table(columns=read, filter=self._bounded(name, where), **options))
         order = rows["lsn"].combine_chunks() if rows["lsn"].num_chunks != 1 else rows["lsn"].chunk(0)
         if len(rows) > 1 and not pc.all(pc.less(order[:-1], order[1:])).as_py():
             rows = rows.sort_by("lsn")
-        return rows.select(wanted)
+        return upcast(name, with_missing(name, rows, wanted), written=self._written)
 
     def segments(self, segment_ids: Sequence[str], verify: bool = True) -> SegmentBatch:
         """Those segments in the order asked, each checked against its digest. LogError names a segment that is not in the cut."""
@@ -100,6 +107,28 @@ class Cut:
             return batch_of(dataset, self._index.addresses(dataset, segment_ids, lsn_end=self.lsn), segment_ids, verify=verify)
 
         return self._retried("segments", read)
+
+    def payload(self, payload_digest: str) -> Payload:
+        """A payload by its name, its content checked against it."""
+        rows = self.table("payloads", ["kind", "shape", "dtype", "data", "size_bytes"], where=f"payload_digest = '{_hex(payload_digest)}'")
+        if not len(rows):
+            raise LogError(f"payload_digest={payload_digest}: no such payload in the log up to lsn {self.lsn}")
+        row = rows.to_pylist()[0]
+        if row["size_bytes"] and not row["data"]:
+            raise LogError(f"payload_digest={payload_digest}: its content was taken out of the log (rows_emptied)")
+        found = Payload(kind=row["kind"], data=row["data"], shape=tuple(row["shape"]), dtype=row["dtype"])
+        if found.payload_digest != payload_digest:
+            raise CorruptLogError(f"log={self._home.where}: payload {payload_digest} does not hold what its name says; run molt verify")
+        return found
+
+    def payload_range(self, payload_digest: str, offset: int, length: int) -> bytes:
+        """Bytes of a payload without reading the rest. A part cannot be checked: for what feeds a gradient take payload()."""
+        dataset = self._datasets["payloads"]
+        rows = dataset.scanner(columns=["lsn"], filter=f"payload_digest = '{_hex(payload_digest)}'", with_row_id=True).to_table()
+        if not len(rows):
+            raise LogError(f"payload_digest={payload_digest}: no such payload in the log up to lsn {self.lsn}")
+        ((_, _, data),) = dataset.read_blob_ranges("data", [(rows["_rowid"][0].as_py(), offset, length)], selector="ids")
+        return bytes(data)
 
     def _retried(self, name: str, read: Callable[[], T]) -> T:
         """Read; once more from the newest version when a file is gone: clean-up dropped this version, its rows live on."""
@@ -120,8 +149,20 @@ class Cut:
         for name, dataset in self._datasets.items():
             connection.register(f"log_{name}", dataset)
             bound = f" where lsn <= {self.lsn}" if self._newest_lsn[name] > self.lsn else ""
-            connection.execute(f'create temp view "{name}" as select * from "log_{name}"{bound}')
+            added = "".join(
+                f', null::{column.sql_type} as "{column.name}"'
+                for column in tables()[name].columns
+                if column.name not in dataset.schema.names
+            )
+            connection.execute(f'create temp view "{name}" as select *{added} from "log_{name}"{bound}')
         return connection
+
+
+def _hex(name: str) -> str:
+    """The name of a payload, which is hex and nothing else."""
+    if not re.fullmatch(r"[0-9a-f]{32}", name):
+        raise LogError(f"payload_digest={name!r}: 32 hex digits are needed")
+    return name
 
 
 def newest_stamps(datasets: Mapping[str, lance.LanceDataset]) -> dict[str, Stamp]:

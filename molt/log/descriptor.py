@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import lance
@@ -30,6 +30,8 @@ class Descriptor:
     lance: str
     made_at: float
     """Seconds since 1970, UTC."""
+    written_by: str = ""
+    """The newest release that wrote to it."""
 
 
 def read_descriptor(home: Home) -> Descriptor | None:
@@ -44,7 +46,8 @@ def read_descriptor(home: Home) -> Descriptor | None:
         raise LogError(f"log={home.where}: {NAME} is damaged ({error}); run molt fsck") from error
     if written > FORMAT:
         raise LogError(
-            f"log={home.where}: format {written}, written by {fields.get('made_by')}; this molt {__version__} reads up to {FORMAT}: "
+            f"log={home.where}: format {written}, written by {fields.get('written_by') or fields.get('made_by')}; "
+            f"this molt {__version__} reads up to {FORMAT}: "
             "take a newer molt"
         )
     return Descriptor(**{name: fields[name] for name in Descriptor.__dataclass_fields__ if name in fields})
@@ -62,4 +65,7 @@ def ensure_descriptor(home: Home, store: Store, run: str) -> Descriptor:
         assert found is not None, f"{NAME} vanished"
     if found.run != run:
         raise LogError(f"log={home.where}: it belongs to run {found.run!r}, not {run!r}; give the run's own folder")
+    if found.written_by != f"molt {__version__}":
+        found = replace(found, written_by=f"molt {__version__}")
+        home.write(NAME, orjson.dumps(asdict(found), option=orjson.OPT_INDENT_2))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -49,8 +50,8 @@ def filled(values: pa.Array) -> np.ndarray:
 def _slices(values: np.ndarray, offsets: Sequence[int]) -> list[memoryview]:
     """Bytes of each list, without a copy."""
     width = values.dtype.itemsize
-    view = memoryview(np.ascontiguousarray(values)).cast("B") if len(values) else memoryview(b"")
-    return [view[start * width : stop * width] for start, stop in zip(offsets, offsets[1:], strict=False)]
+    view = np.ascontiguousarray(values).data.cast("B") if len(values) else memoryview(b"")
+    return [view[start * width : stop * width] for start, stop in pairwise(offsets)]
 
 
 def _strings(values: pa.Array) -> list[bytes | None]:
@@ -65,12 +66,12 @@ def _lists(column: pa.Array) -> list[list[bytes | memoryview]]:
     start, stop = int(offsets[0]), int(offsets[-1])
     values = column.values.slice(start, stop - start)
     places: list[int] = (offsets - start).tolist()
-    parts: list[list[bytes | memoryview]] = [[_LENGTH.pack(b - a)] for a, b in zip(places, places[1:], strict=False)]
+    parts: list[list[bytes | memoryview]] = [[_LENGTH.pack(b - a)] for a, b in pairwise(places)]
     children = values.flatten() if pa.types.is_struct(values.type) else [values]
     for child in children:
         if pa.types.is_string(child.type) or pa.types.is_binary(child.type):
             cells = [text if text is not None else b"\xff" for text in _strings(child)]
-            pieces: Iterable[bytes | memoryview] = (b"".join(cells[a:b]) for a, b in zip(places, places[1:], strict=False))
+            pieces: Iterable[bytes | memoryview] = (b"".join(cells[a:b]) for a, b in pairwise(places))
         else:
             pieces = _slices(filled(child), places)
         for row, piece in zip(parts, pieces, strict=True):

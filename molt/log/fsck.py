@@ -1,9 +1,9 @@
 """Repair: the newest version of each table that opens, rows that can still be read kept, everything else named and set aside.
 
-    1  LOG.json damaged                     set aside, made again
-    2  a manifest that does not open        set aside; the version before it; the lost commit made again where its transaction file is whole
-    3  a decided group not complete         rolled forward (as every writer does)
-    4  a data file with unreadable rows     rows under a true digest are kept, the file is copied to quarantine/, the rest is declared lost
+1  LOG.json damaged                     set aside, made again
+2  a manifest that does not open        set aside; the version before it; the lost commit made again where its transaction file is whole
+3  a decided group not complete         rolled forward (as every writer does)
+4  a data file with unreadable rows     rows under a true digest are kept, the file is copied to quarantine/, the rest is declared lost
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def fsck(run_dir: str | Path, *, is_repairing: bool = False) -> Repair:
             repair.found = verify_log(run_dir).findings
         return repair
     with existing_core(run_dir, healed=healed) as core:
-        for table in core.tables.values():
-            _mend_table(core, table, repair)
+        for held in core.tables.values():
+            _mend_table(core, held, repair)
         _declare_missing(core, repair)
     repair.after = verify_log(run_dir)
     return repair
@@ -241,5 +241,3 @@ def _declare_missing(core: LogCore, repair: Repair) -> None:
     producer = f"log.{core.state.epoch}.fsck"
     rows = to_arrow("events", [fact], run=core.run, attempt=core.state.attempt, producer=producer, seq=0)
     core.commit_group({"events": [rows]}, {})
-
-

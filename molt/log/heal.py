@@ -1,8 +1,8 @@
 """A table whose newest manifest is torn: set the manifest aside, take the version before, and make the lost commit again.
 
-    _versions/N.manifest   empty, cut short or unreadable ---> quarantine/<table>/N.manifest
-    _transactions/N-1-*.txn  Lance wrote the same commit there before the manifest; its stamp carries every fragment of the group
-    data files             were written and synced before either
+_versions/N.manifest   empty, cut short or unreadable ---> quarantine/<table>/N.manifest
+_transactions/N-1-*.txn  Lance wrote the same commit there before the manifest; its stamp carries every fragment of the group
+data files             were written and synced before either
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def heal_table(home: Home, table: str, *, may_set_aside: Callable[[bytes], bool]
             content = home.read(name) or b""
             if not may_set_aside(content):
                 raise CorruptLogError(
-                    f"log={home.where}: table {table}: the manifest of version {version} is whole but does not open ({error}); run molt fsck"
+                    f"log={home.where}: table {table}: the manifest of version {version} is whole "
+                    f"but does not open ({error}); run molt fsck"
                 ) from error
             kept = f"{QUARANTINE}/{table}/{version}.manifest"
             home.write(kept, content)

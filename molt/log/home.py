@@ -61,7 +61,9 @@ class Home(Protocol):
 
 def full_error(error: OSError, where: str) -> LogFullError:
     """The error in words, with the way out."""
-    return LogFullError(f"log={where}: {error.strerror or error}; nothing half-written is visible, free space or mend the rights and resume")
+    return LogFullError(
+        f"log={where}: {error.strerror or error}; nothing half-written is visible, free space or mend the rights and resume"
+    )
 
 
 def sync_directory(path: Path) -> None:

@@ -1,8 +1,8 @@
 """What waits to be committed: the order of each producer, repetitions, conflicts and the bound on bytes.
 
-    accept -> early (its predecessor is missing) -> ready (next in order) -> taken (in the group being committed) -> acknowledged
-                                                       ^                          |
-                                                       +------ put_back ----------+   the group failed before it was decided
+accept -> early (its predecessor is missing) -> ready (next in order) -> taken (in the group being committed) -> acknowledged
+                                                   ^                          |
+                                                   +------ put_back ----------+   the group failed before it was decided
 """
 
 from __future__ import annotations
@@ -169,5 +169,6 @@ def gap_error(entry: Entry, expected: int, limit_s: float) -> LogError:
     """The refusal of a message whose predecessor never came."""
     message = entry.message
     return LogError(
-        f"producer={message.producer} seq={message.seq}: seq {expected} did not arrive within queue.gap_timeout_s={limit_s}; resend from {expected}"
+        f"producer={message.producer} seq={message.seq}: seq {expected} did not arrive "
+        f"within queue.gap_timeout_s={limit_s}; resend from {expected}"
     )

@@ -45,7 +45,11 @@ class Holder:
         """This process."""
         now = time.time()
         return cls(
-            pid=os.getpid(), host=socket.gethostname(), token=os.urandom(8).hex(), since=now, expires_at=None if ttl_s is None else now + ttl_s
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            token=os.urandom(8).hex(),
+            since=now,
+            expires_at=None if ttl_s is None else now + ttl_s,
         )
 
     def encode(self) -> bytes:
@@ -171,7 +175,9 @@ class ExpiringLease:
     def check(self) -> None:
         """Raise FencedError when it may have passed to another: its time is over by this clock. The fence of the commit does the rest."""
         if time.time() > (self._me.expires_at or 0.0):
-            raise FencedError(f"log={self._home.where}: the lease ran out at {time.ctime(self._me.expires_at)}; another writer may hold the run")
+            raise FencedError(
+                f"log={self._home.where}: the lease ran out at {time.ctime(self._me.expires_at)}; another writer may hold the run"
+            )
 
     def release(self) -> None:
         """Stop renewing; what is left of its time is given up."""

@@ -29,9 +29,7 @@ class Message:
     def of(cls, producer: str, seq: int, attempt: int, tables: dict[str, pa.RecordBatch], *, is_urgent: bool = False) -> Message:
         """A message with its digest."""
         digests = {name: rows["digest"].to_pylist() for name, rows in tables.items()}
-        return cls(
-            producer=producer, seq=seq, attempt=attempt, tables=tables, digest=message_digest(digests), is_urgent=is_urgent
-        )
+        return cls(producer=producer, seq=seq, attempt=attempt, tables=tables, digest=message_digest(digests), is_urgent=is_urgent)
 
     @property
     def size_bytes(self) -> int:
@@ -49,7 +47,10 @@ class Message:
 
 
 def message_digest(row_digests: dict[str, list[bytes]]) -> bytes:
-    """Digest of a message from the digests of its rows, table by table in commit order. Payloads are left out: their name is their content."""
+    """Digest of a message from the digests of its rows, table by table in commit order.
+
+    Payloads are left out: their name is their content.
+    """
     parts: list[bytes] = []
     for name in TABLES:
         if name != "payloads" and row_digests.get(name):

@@ -167,7 +167,8 @@ class Producer:
             message = Message.of(self.name, seq, self._sink.attempt, tables, is_urgent=is_urgent)
             if self._held_bytes and self._held_bytes + message.size_bytes > self._max_bytes:
                 raise LogError(
-                    f"producer={self.name}: {self._held_bytes} bytes wait for their ack, max_bytes={self._max_bytes}; await earlier appends first"
+                    f"producer={self.name}: {self._held_bytes} bytes wait for their ack, "
+                    f"max_bytes={self._max_bytes}; await earlier appends first"
                 )
             self._held_bytes += message.size_bytes
             self._next_seq += 1

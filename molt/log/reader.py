@@ -18,6 +18,7 @@ from molt.log.descriptor import Descriptor, read_descriptor
 from molt.log.home import Home, find_home
 from molt.log.stamp import newest_stamp
 from molt.log.tombstone import LOST, tombstones_of
+from molt.log.upcast import refuse_newer
 from molt.schema import TABLES
 
 
@@ -51,9 +52,7 @@ class LogReader:
         """The newest version of a table."""
         held = self._datasets.get(table)
         try:
-            if held is None:
-                held = lance.LanceDataset(self.home.table(table), storage_options=self.home.storage_options, session=self.home.session)
-            elif held.latest_version != held.version:
+            if held is None or held.latest_version != held.version:
                 held = lance.LanceDataset(self.home.table(table), storage_options=self.home.storage_options, session=self.home.session)
         except ValueError as error:
             if "was not found" in str(error):
@@ -61,6 +60,8 @@ class LogReader:
             raise CorruptLogError(f"log={self.home.where}: table {table} cannot be opened; {error}; run molt fsck") from error
         except OSError as error:
             raise CorruptLogError(f"log={self.home.where}: table {table} cannot be opened; {error}; run molt fsck") from error
+        if table not in self._datasets:
+            refuse_newer(table, held, self.descriptor)
         self._datasets[table] = held
         return held
 
@@ -75,7 +76,15 @@ class LogReader:
                 raise LogError(f"at={at}: the log reaches only to lsn {lsn}; give a smaller one")
             lsn = at
         newest_lsn = {name: stamp.lsn_end for name, stamp in opened.items()}
-        return Cut(self.home, {name: datasets[name] for name in TABLES}, lsn, newest_lsn, self._index, self._reopened)
+        return Cut(
+            self.home,
+            {name: datasets[name] for name in TABLES},
+            lsn,
+            newest_lsn,
+            self._index,
+            self._reopened,
+            written=self.descriptor.format,
+        )
 
     def _reopened(self, table: str) -> tuple[lance.LanceDataset, int]:
         """Newest version of a table and its last lsn."""
@@ -143,7 +152,8 @@ class Tail:
         if lost and len(rows) < expected <= len(rows) + len(lost) and (np.diff(lsn) > 0).all():
             return
         raise CorruptLogError(
-            f"log={self._reader.home.where}: table {self._table}: {len(rows)} rows after lsn {self.after}, {expected} were appended; run molt verify"
+            f"log={self._reader.home.where}: table {self._table}: {len(rows)} rows after lsn {self.after}, "
+            f"{expected} were appended; run molt verify"
         )
 
 
@@ -163,16 +173,16 @@ class SegmentIndex:
                 self._extend(dataset)
             missing = [name for name in segment_ids if name not in self._row_ids]
             if missing:
-                raise LogError(f"segment_id={missing[0]}: not in the log up to lsn {lsn_end} ({len(missing)} of {len(segment_ids)} missing)")
+                raise LogError(
+                    f"segment_id={missing[0]}: not in the log up to lsn {lsn_end} ({len(missing)} of {len(segment_ids)} missing)"
+                )
             return [self._row_ids[name] for name in segment_ids]
 
     def _extend(self, dataset: lance.LanceDataset) -> None:
         fresh = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id > self._seen_fragment]
         if not fresh:
             return
-        rows = dataset.scanner(
-            columns=["segment_id", "lsn"], filter=f"lsn > {self._lsn_end}", fragments=fresh, with_row_id=True
-        ).to_table()
+        rows = dataset.scanner(columns=["segment_id", "lsn"], filter=f"lsn > {self._lsn_end}", fragments=fresh, with_row_id=True).to_table()
         self._row_ids.update(zip(rows["segment_id"].to_pylist(), rows["_rowid"].to_pylist(), strict=True))
         self._lsn_end = max(self._lsn_end, pc.max(rows["lsn"]).as_py() or -1)
         self._seen_fragment = max(fragment.fragment_id for fragment in fresh)

@@ -1,7 +1,7 @@
 """Taking heavy content out of the log: by family for old rows, or for one rollout. Scalars, digests and a tombstone stay.
 
-    tombstone committed --> rows rewritten without their heavy columns --> old versions dropped --> bytes are gone
-    a crash in between leaves rows that still hold everything under a tombstone that says they may not; run it again
+tombstone committed --> rows rewritten without their heavy columns --> old versions dropped --> bytes are gone
+a crash in between leaves rows that still hold everything under a tombstone that says they may not; run it again
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str) 
         cursor = core.tables["consumption"].dataset.to_table(columns=["cursor"])["cursor"]
         taken_in = max(cursor.to_pylist(), default=-1)
         if before_lsn > taken_in + 1:
-            raise SettingError(f"before_lsn={before_lsn}: the trainer has taken in rows up to lsn {taken_in}; tokens after it are still needed")
+            raise SettingError(
+                f"before_lsn={before_lsn}: the trainer has taken in rows up to lsn {taken_in}; tokens after it are still needed"
+            )
     return _empty(core, _TABLE[family], where, family=str(family), reason=reason, rollout_id=None)
 
 
@@ -79,9 +81,7 @@ def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Empti
         raise LogError(f"rollout_id={rollout_id}: no such rollout in {core.home.where}")
     blobs = {name for name in mine["routing_digest"].to_pylist() if name is not None}
     if blobs:
-        shared = segments.to_table(
-            columns=["routing_digest"], filter=f"routing_digest in ({_quoted(blobs)}) and rollout_id <> '{quoted}'"
-        )
+        shared = segments.to_table(columns=["routing_digest"], filter=f"routing_digest in ({_quoted(blobs)}) and rollout_id <> '{quoted}'")
         blobs -= set(shared["routing_digest"].to_pylist())
     done = [_empty(core, "segments", f"rollout_id = '{quoted}'", family="rollout", reason=reason, rollout_id=rollout_id)]
     names = _quoted(mine["segment_id"].to_pylist())
@@ -134,7 +134,7 @@ def _empty(core: LogCore, table: str, where: str, *, family: str, reason: str, r
         upkeep.compact(held, is_full=True)
         upkeep.clean_up(held, keep=1)
     size = sum(found["size_bytes"].to_pylist()) if table == "payloads" else 0
-    return Emptied(table=table, num_rows=found.num_rows, size_bytes=size, kept_by=_keepers(core, held))
+    return Emptied(table=table, num_rows=found.num_rows, size_bytes=size, kept_by=_keepers(core, held) if found.num_rows else ())
 
 
 def _keepers(core: LogCore, table: LogTable) -> tuple[str, ...]:

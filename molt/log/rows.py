@@ -234,7 +234,7 @@ def event(
 ) -> Event:
     """A fact of that kind. A column that the kind shares with the envelope (step, group_id ...) is said once and stands in both."""
     columns = _kind_columns(kind)
-    given = {"step": step, "policy_version": policy_version, "group_id": group_id, "rollout_id": rollout_id, "segment_id": segment_id}
+    given: dict[str, Any] = {"step": step, "policy_version": policy_version, "group_id": group_id, "rollout_id": rollout_id, "segment_id": segment_id}
     full = {name: value for name, value in given.items() if name in columns and value is not None} | body
     unknown = sorted(set(full) - set(columns))
     if unknown:
@@ -306,7 +306,9 @@ def to_arrow(table: str, rows: Sequence[Row], *, run: str, attempt: int, produce
     }
     fields = [column for column in schema if column.name not in ("lsn", "digest")]
     arrays = [
-        sent[column.name]() if column.name in FILLED_BY_LOG else _column(column.name, column.type, [getattr(row, column.name) for row in rows])
+        sent[column.name]()
+        if column.name in FILLED_BY_LOG
+        else _column(column.name, column.type, [getattr(row, column.name) for row in rows])
         for column in fields
     ]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))

@@ -1,11 +1,11 @@
 """What each commit says about the whole log: epoch, group, place in the order, high-water marks, and what its group still owes.
 
-    group 7 over three tables           newest stamp of each table        after a crash here
-      write and sync all data files     all at group 6                    group 7 never happened
-      commit segments (head)            segments 7 + intent               group 7 is decided: the rest is committed from the intent
-      commit events                     events 7                          same
-      commit consumption                consumption 7                     complete
-      acknowledge
+group 7 over three tables           newest stamp of each table        after a crash here
+  write and sync all data files     all at group 6                    group 7 never happened
+  commit segments (head)            segments 7 + intent               group 7 is decided: the rest is committed from the intent
+  commit events                     events 7                          same
+  commit consumption                consumption 7                     complete
+  acknowledge
 """
 
 from __future__ import annotations

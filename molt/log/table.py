@@ -122,14 +122,23 @@ class LogTable:
         self.home.keep(self._dataset)
         self.sync([])
 
-    def write(self, rows: pa.Table, *, max_bytes: int) -> list[FragmentMetadata]:
+    def add_columns(self, columns: list[pa.Field]) -> None:
+        """Add columns that are null in every row so far."""
+        fence = Fence(self.dataset.version + 1)
+        dataset = lance.LanceDataset(self.uri, storage_options=self.home.storage_options, session=self.home.session, commit_lock=fence)
+        dataset.add_columns([self.schema.field(column.name) for column in columns])
+        self.open()
+
+    def write(self, rows: pa.Table | Iterator[pa.Table], *, max_bytes: int) -> list[FragmentMetadata]:
         """Data files with the rows; visible to nobody before the commit."""
+        source: pa.Table | pa.RecordBatchReader
+        if isinstance(rows, pa.Table):
+            source = storable(self.name, rows, self.schema)
+        else:
+            batches = (batch for part in rows for batch in storable(self.name, part, self.schema).to_batches())
+            source = pa.RecordBatchReader.from_batches(self.schema, batches)
         try:
-            return list(
-                write_fragments(
-                    storable(self.name, rows, self.schema), self.dataset, data_storage_version=FORMAT, max_bytes_per_file=max_bytes
-                )
-            )
+            return list(write_fragments(source, self.dataset, data_storage_version=FORMAT, max_bytes_per_file=max_bytes))
         except OSError as error:
             raise self._in_words(error) from error
 

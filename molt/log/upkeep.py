@@ -1,9 +1,10 @@
 """What keeps a log fast for months: few fragments, few versions, small manifests. Runs in the writer between commits.
 
-    fragments of a table, oldest first      [ big ][ big ][ mid ][ s ][ s ] ... [ s ]      more than max_fragments?
-    merged                                                [ one fragment of mid and all s ]   the newest run, up to a neighbour twice its weight
+    fragments of a table, oldest first      [ big ][ big ][ mid ][ s ][ s ] ... [ s ]     more than max_fragments?
+    merged                                                [ one fragment of mid and all s ]   up to a neighbour twice the run's weight
 
-Merging only newest runs rewrites a row about log(n) times and never holds more than one binary-copied batch in memory. A version goes when it is neither among the newest, nor pinned, nor read by a live reader.
+Merging only newest runs rewrites a row about log(n) times and never holds more than one binary-copied batch in memory.
+A version goes when it is neither among the newest, nor pinned, nor read by a live reader.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class Upkeep:
             table.uri, storage_options=self._core.home.storage_options, session=self._core.home.session, commit_lock=fence
         )
         if dataset.version != table.dataset.version:
-            raise FencedError(f"log={self._core.home.where}: table {table.name} moved to version {dataset.version}; another writer took the run")
+            raise FencedError(
+                f"log={self._core.home.where}: table {table.name} moved to version {dataset.version}; another writer took the run"
+            )
         plan = Compaction.plan(
             dataset,
             {
@@ -154,9 +157,7 @@ class Upkeep:
         manifests = sum(size for name, size in sizes.items() if name.startswith(("_versions/", "_transactions/")))
         data = sum(size for name, size in sizes.items() if name.startswith("data/"))
         if data > (1 << 24) and manifests > self._settings.max_manifest_share * data:
-            alarms.append(
-                Alarm(table=table.name, what="manifest share", value=manifests / data, limit=self._settings.max_manifest_share)
-            )
+            alarms.append(Alarm(table=table.name, what="manifest share", value=manifests / data, limit=self._settings.max_manifest_share))
         live = table.num_fragments
         if live >= 1000:
             alarms.append(Alarm(table=table.name, what="live fragments", value=live, limit=1000))

@@ -178,7 +178,11 @@ def check_seal(reader: LogReader) -> list[Finding]:
             table = name.split(".lance")[0]
             findings.append(
                 Finding(
-                    table=table, file=name, lsn_first=known.get("lsn_first"), lsn_last=known.get("lsn_last"), what="differs from the sealed file"
+                    table=table,
+                    file=name,
+                    lsn_first=known.get("lsn_first"),
+                    lsn_last=known.get("lsn_last"),
+                    what="differs from the sealed file",
                 )
             )
     try:

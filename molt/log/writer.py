@@ -1,11 +1,11 @@
 """The one writer of a run: takes messages from many producers, commits them in groups, acknowledges each once it is durable.
 
-    producers --submit--> inbox (bounded by bytes) --first of window, bytes, rows, urgent--> group --commit--> acks --> upkeep
-                 ^                                                                             |
-                 +---------- waits while the inbox is full (limit: queue.gap_timeout_s) <-----+
+producers --submit--> inbox (bounded by bytes) --first of window, bytes, rows, urgent--> group --commit--> acks --> upkeep
+             ^                                                                             |
+             +---------- waits while the inbox is full (limit: queue.gap_timeout_s) <-----+
 
-    One thread commits. A repetition is acknowledged without a write; another payload under a known (producer, seq) is an error.
-    A full disk fails the group and the writer goes on; a lost lease or a failed sync stops it for good.
+One thread commits. A repetition is acknowledged without a write; another payload under a known (producer, seq) is an error.
+A full disk fails the group and the writer goes on; a lost lease or a failed sync stops it for good.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ class LogWriter:
         self._is_stopped = False
         self._failure: MoltError | None = None
         if core.healings:
-            self._note([event("log_healed", table_name=item.table, version=item.version, quarantined=list(item.quarantined)) for item in core.healings])
+            self._note(
+                [
+                    event("log_healed", table_name=item.table, version=item.version, quarantined=list(item.quarantined))
+                    for item in core.healings
+                ]
+            )
         self._thread = threading.Thread(target=self._loop, name="molt-log-writer", daemon=True)
         self._thread.start()
 

@@ -11,7 +11,9 @@ from molt.log.message import Message
 from molt.log.rows import Event, Segment, Span, TokenSource, event, to_arrow
 
 
-def make_segment(index: int = 0, *, prompt: int = 2, sampled: int = 3, version: int = 0, rollout: str | None = None, **more: Any) -> Segment:
+def make_segment(
+    index: int = 0, *, prompt: int = 2, sampled: int = 3, version: int = 0, rollout: str | None = None, **more: Any
+) -> Segment:
     """A segment of `prompt` user tokens 0, 1 ... and `sampled` policy tokens that go on counting, with log-probs -1, -2 ..."""
     n_tokens = prompt + sampled
     logprobs = np.full(n_tokens, np.nan, np.float32)
@@ -64,5 +66,7 @@ def make_message(producer: str, seq: int, indices: Sequence[int], *, attempt: in
             "segments", [make_segment(index) for index in indices], run="run", attempt=attempt, producer=producer, seq=seq
         )
     if facts:
-        tables["events"] = to_arrow("events", [make_fact(number) for number in facts], run="run", attempt=attempt, producer=producer, seq=seq)
+        tables["events"] = to_arrow(
+            "events", [make_fact(number) for number in facts], run="run", attempt=attempt, producer=producer, seq=seq
+        )
     return Message.of(producer, seq, attempt, tables)
