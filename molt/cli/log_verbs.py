@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from molt.cli.report import emit_json, emit_table
-from molt.log.core import existing_core
-from molt.log.export import export_log, import_log
-from molt.log.fsck import fsck as repair_log
-from molt.log.pin import create_pin, delete_pin, list_pins, verify_pin
-from molt.log.retention import Family, drop_family, redact_rollout
-from molt.log.seal import seal_log
-from molt.log.upkeep import Upkeep
-from molt.log.verify import Finding, verify_log
 from molt.runs import open_run
+
+if TYPE_CHECKING:
+    from molt.log.verify import Finding
 
 Switch = Annotated[bool, Parameter(negative="")]
 
@@ -70,6 +65,8 @@ def verify(run: str, *, json: Switch = False) -> int:
     json
         Print JSON.
     """
+    from molt.log.verify import verify_log
+
     report = verify_log(_place(run))
     if json:
         emit_json({**asdict(report), "is_clean": report.is_clean})
@@ -92,6 +89,9 @@ def seal(run: str, *, json: Switch = False) -> None:
     json
         Print JSON.
     """
+    from molt.log.core import existing_core
+    from molt.log.seal import seal_log
+
     with existing_core(_place(run)) as core:
         made = seal_log(core)
     if json:
@@ -112,6 +112,8 @@ def fsck(run: str, *, repair: Switch = False, json: Switch = False) -> int:
     json
         Print JSON.
     """
+    from molt.log.fsck import fsck as repair_log
+
     found = repair_log(_place(run), is_repairing=repair)
     if json:
         emit_json({**asdict(found), "is_clean": found.is_clean})
@@ -135,6 +137,9 @@ def compact(run: str, *, json: Switch = False) -> None:
     json
         Print JSON.
     """
+    from molt.log.core import existing_core
+    from molt.log.upkeep import Upkeep
+
     done: list[dict[str, Any]] = []
     with existing_core(_place(run)) as core:
         upkeep = Upkeep(core)
@@ -161,6 +166,9 @@ def redact(run: str, rollout: str, *, reason: str, json: Switch = False) -> None
     json
         Print JSON.
     """
+    from molt.log.core import existing_core
+    from molt.log.retention import redact_rollout
+
     with existing_core(_place(run)) as core:
         done = redact_rollout(core, rollout, reason=reason)
     if json:
@@ -169,7 +177,14 @@ def redact(run: str, rollout: str, *, reason: str, json: Switch = False) -> None
         emit_table(("table", "rows", "bytes", "still held by"), [(i.table, i.num_rows, i.size_bytes, ", ".join(i.kept_by)) for i in done])
 
 
-def drop(run: str, family: Family, *, before_lsn: int, reason: str = "retention", json: Switch = False) -> None:
+def drop(
+    run: str,
+    family: Literal["routing", "payloads", "scores", "tokens"],
+    *,
+    before_lsn: int,
+    reason: str = "retention",
+    json: Switch = False,
+) -> None:
     """Take one family of heavy columns of old rows out of a log: routing, payloads, scores, tokens.
 
     Parameters
@@ -185,8 +200,11 @@ def drop(run: str, family: Family, *, before_lsn: int, reason: str = "retention"
     json
         Print JSON.
     """
+    from molt.log.core import existing_core
+    from molt.log.retention import Family, drop_family
+
     with existing_core(_place(run)) as core:
-        done = drop_family(core, family, before_lsn=before_lsn, reason=reason)
+        done = drop_family(core, Family(family), before_lsn=before_lsn, reason=reason)
     if json:
         emit_json(asdict(done))
     else:
@@ -207,6 +225,8 @@ def export(run: str, to: Path, *, pin: str | None = None, json: Switch = False) 
     json
         Print JSON.
     """
+    from molt.log.export import export_log
+
     made = export_log(_place(run), to, pin=pin)
     if json:
         emit_json(asdict(made))
@@ -228,6 +248,8 @@ def import_(source: Path, run: str, *, store: str = "durable", json: Switch = Fa
     json
         Print JSON.
     """
+    from molt.log.export import import_log
+
     made = import_log(source, run, store=store)
     if json:
         emit_json(asdict(made))
@@ -249,6 +271,8 @@ def create(run: str, name: str, *, at: int | None = None, json: Switch = False) 
     json
         Print JSON.
     """
+    from molt.log.pin import create_pin
+
     made = create_pin(_place(run), name, at=at)
     if json:
         emit_json(asdict(made))
@@ -266,6 +290,8 @@ def list_(run: str, *, json: Switch = False) -> None:
     json
         Print JSON.
     """
+    from molt.log.pin import list_pins
+
     pins = list_pins(_place(run))
     if json:
         emit_json([asdict(pin) for pin in pins])
@@ -285,6 +311,8 @@ def verify_(run: str, name: str, *, json: Switch = False) -> int:
     json
         Print JSON.
     """
+    from molt.log.pin import verify_pin
+
     wrong = verify_pin(_place(run), name)
     if json:
         emit_json({"pin": name, "is_true": not wrong, "wrong": wrong})
@@ -305,6 +333,8 @@ def delete(run: str, name: str, *, json: Switch = False) -> None:
     json
         Print JSON.
     """
+    from molt.log.pin import delete_pin
+
     delete_pin(_place(run), name)
     if json:
         emit_json({"pin": name, "deleted": True})
