@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from molt.admission.decide import AdmissionRule
 from molt.admission.plan import SegmentRow
 from molt.admission.recover import SEGMENT_COLUMNS, segment_rows
@@ -16,6 +18,15 @@ from molt.errors import DataError
 from molt.log.reader import LogReader
 
 KINDS = ("attempt_started", "group_dispatched", "rollout_failed", "batch_planned", "step_trained", "step_refused", "weights_refit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastRollout:
+    """One finished rollout: how long it waited for a place, and how long it held it."""
+
+    rollout_id: str
+    wait_s: float
+    service_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +40,9 @@ class PastGroup:
     version_dispatched: int
     """Policy version in force when it was sent."""
     segments: tuple[SegmentRow, ...]
+    rollouts: tuple[PastRollout, ...]
     num_failed: int
     """Members that failed for good."""
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from dispatch to the end of its last member."""
-        return max(0.0, self.finished_at - self.dispatched_at)
 
     @property
     def n_sampled(self) -> int:
@@ -73,6 +80,10 @@ class History:
     config: Config
     groups: tuple[PastGroup, ...]
     steps: tuple[PastStep, ...]
+    num_places: int
+    """Rollouts that can run at the same time."""
+    start_s: float
+    """Seconds from dispatch to the start of a rollout that finds a place free."""
     num_open: int
     """Groups that neither finished nor failed; they are left out."""
 
@@ -89,7 +100,7 @@ class History:
 def read_history(run_dir: Path, *, at: int | None = None) -> History:
     """Read scalars and events of a run; no token column is touched. DataError when nothing was trained."""
     cut = LogReader.open(run_dir).cut(at=at)
-    columns = [*SEGMENT_COLUMNS, "finished_at"]
+    columns = [*SEGMENT_COLUMNS, "started_at", "finished_at"]
     table = cut.table("segments", columns, where="purpose = 'train'").to_pylist()
     kinds = ", ".join(f"'{kind}'" for kind in KINDS)
     events = cut.table("events", ["kind", "happened_at", "policy_version", "body"], where=f"kind in ({kinds})").to_pylist()
@@ -103,7 +114,15 @@ def read_history(run_dir: Path, *, at: int | None = None) -> History:
     if not steps:
         raise DataError(f"run={run_dir.name}: no step was trained, so there is no timing to simulate from")
     groups, num_open = _groups(facts, table, config)
-    return History(config=config, groups=tuple(groups), steps=tuple(steps), num_open=num_open)
+    waits = [min(rollout.wait_s for rollout in group.rollouts) for group in groups if group.rollouts]
+    return History(
+        config=config,
+        groups=tuple(groups),
+        steps=tuple(steps),
+        num_places=config.rollout.num_workers * config.rollout.max_concurrency,
+        start_s=float(np.quantile(waits, 0.25)) if waits else 0.0,
+        num_open=num_open,
+    )
 
 
 def _groups(
@@ -111,8 +130,10 @@ def _groups(
 ) -> tuple[list[PastGroup], int]:
     rows: dict[str, list[SegmentRow]] = defaultdict(list)
     ended: dict[str, float] = defaultdict(float)
+    spans: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     for raw, row in zip(table, segment_rows(table), strict=True):
         rows[row.group_id].append(row)
+        spans[row.group_id][row.rollout_id] = (raw["started_at"], raw["finished_at"])
         ended[row.group_id] = max(ended[row.group_id], raw["finished_at"])
     failed: dict[str, set[int]] = defaultdict(set)
     for happened_at, _, body in facts["rollout_failed"]:
@@ -136,6 +157,10 @@ def _groups(
                 finished_at=ended[group_id],
                 version_dispatched=version,
                 segments=tuple(rows[group_id]),
+                rollouts=tuple(
+                    PastRollout(rollout_id=name, wait_s=max(0.0, start - dispatched_at), service_s=max(0.0, end - start))
+                    for name, (start, end) in spans[group_id].items()
+                ),
                 num_failed=len(failed[group_id]),
             )
         )

@@ -1,24 +1,24 @@
 """The run again as a play of events, under another rule: the product's own admission, with recorded durations for everything else.
 
-    paced     capacity --dispatch--> group runs as long as it did --finish--> inbox --pick--> step lasts as long as it did --> version + 1
+    paced     capacity --dispatch--> place --a rollout holds it as long as it did--> inbox --pick--> a step lasts as it did --> version + 1
                   ^------------------------------- a step, a drop or a new version -----------------------------------'
     recorded  groups finish when they did, with the versions that they had; each step is planned when it was, or once enough are there
 
-paced assumes that a rollout takes as long however many run beside it. recorded keeps versions and arrivals, and changes admission only.
+paced assumes that a rollout holds its place as long however many run beside it; places are as many as in the run, first sent first
+served. recorded keeps versions and arrivals, and changes admission only.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from molt.admission.capacity import capacity
 from molt.admission.decide import Decision, GroupVerdict
 from molt.admission.inbox import Inbox
-from molt.admission.plan import SegmentRow
-from molt.simulate.history import History, PastGroup
+from molt.simulate.history import History, PastGroup, PastRollout
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def play_paced(history: History, *, max_lag: int, queue: int, filter_range: tupl
 
 
 class _Paced:
-    """The state of a paced play. Time moves to the next end of a group or of a step."""
+    """The state of a paced play. Time moves to the next end of a rollout or of a step."""
 
     def __init__(self, history: History, max_lag: int, queue: int, filter_range: tuple[float, float] | None) -> None:
         config = history.config
@@ -58,11 +58,16 @@ class _Paced:
         self.now = 0.0
         self.version = 0
         self.num_sent = 0
-        self.running: list[tuple[float, int, int]] = []
-        """(end, place of the group, version at dispatch)"""
+        self.waiting: deque[tuple[int, PastRollout]] = deque()
+        """Rollouts without a place, first sent first: (place of the group, the rollout)."""
+        self.running: list[tuple[float, int, int, int]] = []
+        """(end, a number that breaks ties, place of the group, version at its start)"""
+        self.num_started = 0
+        self.left: dict[int, int] = {}
+        """Rollouts of a group that have not ended."""
+        self.oldest: dict[int, int] = {}
         self.step_ends: float | None = None
         self.idle_since: float | None = 0.0
-        self.slip = _slips(history)
 
     def advance(self) -> bool:
         """One event; False when nothing can happen any more."""
@@ -77,8 +82,8 @@ class _Paced:
         if self.step_ends is not None and self.step_ends <= self.now:
             self._end_step()
         while self.running and self.running[0][0] <= self.now:
-            _, place, version = heapq.heappop(self.running)
-            self._finish(self.history.groups[place], version, self.slip[place])
+            _, _, place, version = heapq.heappop(self.running)
+            self._end_rollout(place, version)
         return True
 
     def _dispatch(self) -> None:
@@ -92,12 +97,26 @@ class _Paced:
         for _ in range(min(room, len(self.history.groups) - self.num_sent)):
             group = self.history.groups[self.num_sent]
             self.inbox.dispatch(group.group_id)
-            heapq.heappush(self.running, (self.now + group.duration_s, self.num_sent, self.version))
+            self.left[self.num_sent] = len(group.rollouts)
+            self.waiting.extend((self.num_sent, rollout) for rollout in group.rollouts)
+            if not group.rollouts:
+                self._end_group(self.num_sent)
             self.num_sent += 1
+        while self.waiting and len(self.running) < self.history.num_places:
+            place, rollout = self.waiting.popleft()
+            end = self.now + self.history.start_s + rollout.service_s
+            heapq.heappush(self.running, (end, self.num_started, place, self.version))
+            self.num_started += 1
 
-    def _finish(self, group: PastGroup, version: int, slip: int) -> None:
-        """A group ends: its oldest token has the version of its dispatch, or a newer one where it had waited in the record."""
-        oldest = min(self.version, version + slip)
+    def _end_rollout(self, place: int, version: int) -> None:
+        self.oldest[place] = min(self.oldest.get(place, version), version)
+        self.left[place] -= 1
+        if self.left[place] == 0:
+            self._end_group(place)
+
+    def _end_group(self, place: int) -> None:
+        """A group is complete: its oldest token has the version in force when its first rollout got a place."""
+        group, oldest = self.history.groups[place], self.oldest.get(place)
         self.inbox.take_in(replace(row, version_min=oldest, version_max=self.version) for row in group.segments)
         _close(self.inbox, group)
         self._note(self.inbox.decide(self.version))
@@ -171,15 +190,6 @@ def _close(inbox: Inbox, group: PastGroup) -> None:
     for member in range(inbox.rule.group_size):
         if member not in present:
             inbox.fail(group.group_id, member)
-
-
-def _slips(history: History) -> list[int]:
-    """How many versions passed in the record between a group's dispatch and its oldest token."""
-    return [max(0, (_oldest(group.segments) or group.version_dispatched) - group.version_dispatched) for group in history.groups]
-
-
-def _oldest(segments: tuple[SegmentRow, ...]) -> int | None:
-    return min((row.version_min for row in segments if row.version_min is not None), default=None)
 
 
 def count_fates(history: History, outcome: Outcome) -> tuple[Counter[str], Counter[str]]:

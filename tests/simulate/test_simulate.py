@@ -12,7 +12,7 @@ from molt.admission.plan import SegmentRow
 from molt.config import Config
 from molt.errors import SettingError
 from molt.simulate.bias import distribution_bias, ks_p_value, mean_bias, welch_p_value
-from molt.simulate.history import History, PastGroup, PastStep, read_history
+from molt.simulate.history import History, PastGroup, PastRollout, PastStep, read_history
 from molt.simulate.play import count_fates, play_paced, play_recorded
 from molt.simulate.run import predict, simulate_run
 from tools.bench.made_run import make_run
@@ -26,11 +26,19 @@ def past(number: int, *, duration: float, sent: float = 0.0, version: int = 0, n
         is_truncated=False,
     )  # fmt: skip
     return PastGroup(
-        group_id=row.group_id, dispatched_at=sent, finished_at=sent + duration, version_dispatched=version, segments=(row,), num_failed=0
+        group_id=row.group_id,
+        dispatched_at=sent,
+        finished_at=sent + duration,
+        version_dispatched=version,
+        segments=(row,),
+        rollouts=(PastRollout(rollout_id=row.rollout_id, wait_s=0.0, service_s=duration),),
+        num_failed=0,
     )  # fmt: skip
 
 
-def history(groups: list[PastGroup], *, num_steps: int, step_s: float = 2.0, groups_per_step: int = 2, every_s: float = 10.0) -> History:
+def history(
+    groups: list[PastGroup], *, num_steps: int, step_s: float = 2.0, groups_per_step: int = 2, every_s: float = 10.0, num_places: int = 64
+) -> History:
     """Steps of groups_per_step groups; one version a step."""
     config = Config.model_validate(
         {"rollout": {"batch_size": groups_per_step, "n_samples_per_prompt": 1}, "train": {"batch_size": groups_per_step}}
@@ -39,7 +47,7 @@ def history(groups: list[PastGroup], *, num_steps: int, step_s: float = 2.0, gro
         PastStep(step=i, policy_version=i, planned_at=every_s * (i + 1), duration_s=step_s, num_groups=groups_per_step)
         for i in range(num_steps)
     )
-    return History(config=config, groups=tuple(groups), steps=steps, num_open=0)
+    return History(config=config, groups=tuple(groups), steps=steps, num_places=num_places, start_s=0.0, num_open=0)
 
 
 def test_on_policy_waits_for_every_rollout():
