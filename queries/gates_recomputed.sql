@@ -45,7 +45,7 @@ sampled as (
         bounds.*, counted_scores.trainer_logprobs, counted_scores.gate_weights,
         list_where(behaviour_logprobs, flatten(list_transform(spans, lambda s: repeat([s.source = 'policy'], s.len)))) as behaviour,
         list_filter(spans, lambda s: s.source = 'policy') as parts, counted_scores.policy_version as trainer_version
-    from counted_scores join bounds using (attempt, step, segment_id) join segments using (segment_id)
+    from counted_scores join bounds using (attempt, step, segment_id) join full_segments using (segment_id)
 ),
 ratios as (
     select

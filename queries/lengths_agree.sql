@@ -4,20 +4,20 @@
 -- empty when all is well
 with counted as (
     select
-        segment_id, n_tokens, n_sampled, n_trainable, len(token_ids) as num_ids, len(behaviour_logprobs) as num_logprobs,
+        segment_id, n_tokens, n_sampled, n_trainable,
         coalesce(list_sum(list_transform(spans, lambda s: s.len)), 0) as in_spans,
         coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.source = 'policy'), lambda s: s.len)), 0) as sampled_in_spans,
         coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.trainable), lambda s: s.len)), 0) as trainable_in_spans
     from segments
 ),
 differing as (
-    select segment_id, 'token_ids' as what, num_ids as found, n_tokens as expected from counted
-    union all select segment_id, 'behaviour_logprobs', num_logprobs, n_tokens from counted
+    select segment_id, 'token_ids' as what, len(token_ids) as found, n_tokens as expected from full_segments
+    union all select segment_id, 'behaviour_logprobs', len(behaviour_logprobs), n_tokens from full_segments
     union all select segment_id, 'tokens in spans', in_spans, n_tokens from counted
     union all select segment_id, 'sampled tokens in spans', sampled_in_spans, n_sampled from counted
     union all select segment_id, 'trainable tokens in spans', trainable_in_spans, n_trainable from counted
     union all
-    select segment_id, 'trainer_logprobs', len(scores.trainer_logprobs), segments.n_sampled from scores join segments using (segment_id)
+    select segment_id, 'trainer_logprobs', len(full_scores.trainer_logprobs), segments.n_sampled from full_scores join segments using (segment_id)
     union all
     select segment_id, 'gate decision', gate_decided.n_tokens, segments.n_sampled from gate_decided join segments using (segment_id)
     union all

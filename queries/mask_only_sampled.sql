@@ -10,7 +10,7 @@ masks as (
     select
         segment_id, behaviour_logprobs, flatten(list_transform(spans, lambda s: repeat([s.source <> 'policy'], s.len))) as is_foreign,
         flatten(list_transform(list_filter(spans, lambda s: s.source = 'policy'), lambda s: repeat([not s.trainable], s.len))) as is_held_back
-    from segments
+    from full_segments
 ),
 foreign_logprobs as (
     select segment_id, list_where(range(len(is_foreign)), list_transform(behaviour_logprobs, lambda x, i: is_foreign[i] and x is not null)) as positions

@@ -7,7 +7,7 @@ with trainable as (
         segment_id, logprobs_mode, n_trainable,
         list_where(behaviour_logprobs, flatten(list_transform(spans, lambda s: repeat([s.trainable], s.len)))) as logprobs,
         coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.trainable and s.policy_version is null), lambda s: s.len)), 0) as num_unversioned
-    from segments where purpose <> 'sft'
+    from full_segments where purpose <> 'sft'
 ),
 faults as (
     select segment_id, 'no behaviour log-prob' as fault, len(logprobs) - list_count(logprobs) as num_tokens from trainable

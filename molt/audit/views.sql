@@ -11,15 +11,32 @@ select
     (select min(later.first_step) from started as later where later.attempt > started.attempt) as void_from
 from started;
 
+-- One row per run of rows whose heavy content was taken out of the log on purpose.
+create view emptied as
+with runs as (
+    select table_name, family, lsn as emptied_lsn, unnest(from_json(lsn_runs, '[["BIGINT"]]')) as run from rows_emptied
+)
+select table_name, family, emptied_lsn, run[1] as first_lsn, run[2] as last_lsn from runs;
+
+-- One row per segment that still holds its tokens.
+create view full_segments as
+select * from segments
+where not exists (select 1 from emptied where table_name = 'segments' and segments.lsn between first_lsn and last_lsn);
+
+-- One row per score that still holds its lists.
+create view full_scores as
+select * from scores
+where not exists (select 1 from emptied where table_name = 'scores' and scores.lsn between first_lsn and last_lsn);
+
 -- One row per segment that counts as consumed: the consumption rows of steps that no later attempt trained again.
 create view counted_consumption as
 select consumption.* from consumption left join attempts using (attempt)
 where attempts.void_from is null or consumption.step < attempts.void_from;
 
--- One row per segment and step that counts: what the trainer computed for it.
+-- One row per segment and step that counts: what the trainer computed for it, where the log still holds it.
 create view counted_scores as
-select scores.* from scores left join attempts using (attempt)
-where attempts.void_from is null or scores.step < attempts.void_from;
+select full_scores.* from full_scores left join attempts using (attempt)
+where attempts.void_from is null or full_scores.step < attempts.void_from;
 
 -- One row per step that counts as trained.
 create view counted_steps as
@@ -52,7 +69,7 @@ select
     span.policy_version as policy_version, span.kv_version as kv_version, span.turn as turn
 from unfolded;
 
--- One row per token.
+-- One row per token that the log still holds.
 create view tokens as
 with unfolded as (
     select
@@ -61,7 +78,7 @@ with unfolded as (
         unnest(token_ids) as token_id,
         unnest(behaviour_logprobs) as behaviour_logprob,
         unnest(flatten(list_transform(spans, lambda s: repeat([s], s.len)))) as span
-    from segments
+    from full_segments
 )
 select
     lsn, attempt, segment_id, rollout_id, group_id, purpose, position::integer as position, token_id, behaviour_logprob,
@@ -74,10 +91,10 @@ with marked as (
     select
         counted_scores.attempt, counted_scores.step, counted_scores.policy_version as trainer_version, counted_scores.rank,
         counted_scores.trainer_logprobs, counted_scores.reference_logprobs, counted_scores.advantages, counted_scores.gate_weights,
-        segments.segment_id, segments.rollout_id, segments.group_id, segments.token_ids, segments.behaviour_logprobs,
-        flatten(list_transform(segments.spans, lambda s: repeat([s], s.len))) as lineage,
-        flatten(list_transform(segments.spans, lambda s: repeat([s.source = 'policy'], s.len))) as is_sampled
-    from counted_scores join segments using (segment_id)
+        full_segments.segment_id, full_segments.rollout_id, full_segments.group_id, full_segments.token_ids, full_segments.behaviour_logprobs,
+        flatten(list_transform(full_segments.spans, lambda s: repeat([s], s.len))) as lineage,
+        flatten(list_transform(full_segments.spans, lambda s: repeat([s.source = 'policy'], s.len))) as is_sampled
+    from counted_scores join full_segments using (segment_id)
 ),
 unfolded as (
     select

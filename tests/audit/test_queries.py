@@ -445,3 +445,23 @@ def test_decoupled_gate_has_a_band_for_each_part(log) -> None:
     log.gate(segment_id, 1, level="token", low=0.5, high=2.0, n_tokens=4, n_kept=2)
     # Without decoupling the last token is inside 0.5 .. 2.
     assert [(row[0], row[3], row[4]) for row in log.rows("gates_recomputed")] == [(2, 2, 3)]
+
+
+def test_tokens_taken_out_on_purpose_are_no_fault(log) -> None:
+    log.well()
+    log.connection.execute("update segments set token_ids = [], behaviour_logprobs = [] where segment_id = 'e0-p0/0/0/0'")
+    log.connection.execute("update scores set trainer_logprobs = [], advantages = [], gate_weights = [] where segment_id = 'e0-p1/0/0/0'")
+    assert log.rows("lengths_agree") != [], "without a tombstone it is one"
+    for table, segment_id in (("segments", "e0-p0/0/0/0"), ("scores", "e0-p1/0/0/0")):
+        ((lsn,),) = log.sql(f"select lsn from {table} where segment_id = '{segment_id}'")
+        log.event("rows_emptied", family="tokens", table_name=table, lsn_runs=f"[[{lsn}, {lsn}]]", num_rows=1)
+    assert {name: log.rows(name) for name in INVARIANTS} == {name: [] for name in INVARIANTS}
+    assert log.rows("ledger") == [("generated", "", 4, 2), ("trained", "", 4, 2)]
+    assert log.sql("select count(*) from tokens") == [(4,)]
+
+
+def test_rows_that_a_repair_lost_are_told(log) -> None:
+    log.event(
+        "rows_lost", table_name="scores", lsn_runs="[[3, 5]]", num_rows=3, files=["a.lance", "b.lance"], reason="a page fails its checksum"
+    )
+    assert log.rows("rows_lost") == [("scores", 3, "[[3, 5]]", "a.lance, b.lance", "a page fails its checksum")]
