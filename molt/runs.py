@@ -121,6 +121,12 @@ def split_pin(where: str | Path) -> tuple[str, str | None]:
     return (text, None) if not at or Path(text).exists() else (run, pin)
 
 
+def run_place(where: str | Path) -> str:
+    """Address of a run's log: an object store's as it is, else the folder that a path or name stands for."""
+    text = str(where)
+    return text if "://" in text else str(open_run(text).path)
+
+
 def list_runs(folder: str | Path = "runs") -> list[RunDir]:
     """The runs in a folder, oldest first."""
     found = [path for path in Path(folder).absolute().glob("*") if (path / CONFIG_FILE).is_file() and not path.name.startswith(".")]

@@ -16,7 +16,7 @@ READING = {duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.Sta
 """Kinds of statements that are taken; describe, show, summarize and from count as select."""
 
 
-def ask(run_dir: Path, text: str, *, at: Pin = None, limit: int = 1000, time_limit_s: float = TIME_LIMIT_S) -> Answer:
+def ask(run_dir: str | Path, text: str, *, at: Pin = None, limit: int = 1000, time_limit_s: float = TIME_LIMIT_S) -> Answer:
     """Answer SQL text, or the name of a question in queries/, over one cut of a run's log."""
     with open_audit(run_dir, at) as connection:
         return ask_on(connection, text, limit=limit, time_limit_s=time_limit_s)

@@ -72,7 +72,7 @@ class AuditReport:
         }
 
 
-def audit_run(run_dir: Path, *, at: Pin = None) -> AuditReport:
+def audit_run(run_dir: str | Path, *, at: Pin = None) -> AuditReport:
     """Audit a run over one consistent cut of its log."""
     with open_audit(run_dir, at) as connection:
         return audit_connection(connection)

@@ -28,7 +28,7 @@ select
 """
 
 
-def run_status(run_dir: Path) -> dict[str, Any]:
+def run_status(run_dir: str | Path) -> dict[str, Any]:
     """The facts of a run by name; None where there is none yet."""
     with open_audit(run_dir) as connection:
         cursor = connection.execute(FACTS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import duckdb
 
-from molt.errors import SettingError
+from molt.log.pin import pinned_cut
 from molt.log.reader import LogReader
 from molt.schema import TableSchema, event_kinds
 
@@ -27,9 +27,15 @@ Pin = int | str | None
 """A place in the log: an lsn, the name of a pin, or None for now."""
 
 
-def open_audit(run_dir: Path, at: Pin = None) -> duckdb.DuckDBPyConnection:
-    """A locked connection with the five tables and every typed view over one consistent cut of a run's log."""
-    connection = LogReader.open(run_dir).cut(at=_place(at)).connect()
+def open_audit(run_dir: str | Path, at: Pin = None) -> duckdb.DuckDBPyConnection:
+    """A locked connection with the five tables and every typed view over one consistent cut of a run's log.
+
+    at: an lsn, the name of a pin, or None for now. LogError for a pin that is not there, or an lsn that is not reached.
+    """
+    reader = LogReader.open(run_dir)
+    place = int(at) if isinstance(at, str) and at.isdigit() else at
+    cut = pinned_cut(reader, place) if isinstance(place, str) else reader.cut(at=place)
+    connection = cut.connect()
     add_views(connection)
     lock(connection)
     return connection
@@ -63,12 +69,3 @@ def event_view(kind: str, schema: TableSchema) -> str:
 def _json_type(sql_type: str) -> str:
     """A declared type as from_json names it: a list is an array of one type."""
     return f"[{_json_type(sql_type[:-2])}]" if sql_type.endswith("[]") else f'"{sql_type}"'
-
-
-def _place(at: Pin) -> int | None:
-    """The lsn that a pin stands for."""
-    if at is None or isinstance(at, int):
-        return at
-    if at.isdigit():
-        return int(at)
-    raise SettingError(f"at={at}, no pin has this name; give an lsn, `select max(lsn) from events` tells the newest")

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from molt.cli.report import emit_json, emit_table
-from molt.runs import open_run, split_pin
+from molt.runs import run_place, split_pin
 
 Switch = Annotated[bool, Parameter(negative="")]
 
@@ -34,7 +34,7 @@ def audit(run: str, *, at: str | None = None, json: Switch = False) -> int:
     from molt.view.audit import print_audit
 
     name, pin = split_pin(run)
-    report = audit_run(open_run(name).path, at=at or pin)
+    report = audit_run(run_place(name), at=at or pin)
     if json:
         emit_json(report.as_dict())
     else:
@@ -61,7 +61,7 @@ def sql(run: str, question: str, *, at: str | None = None, limit: int = 1000, js
     from molt.audit.ask import ask
 
     name, pin = split_pin(run)
-    answer = ask(open_run(name).path, question, at=at or pin, limit=limit)
+    answer = ask(run_place(name), question, at=at or pin, limit=limit)
     if json:
         emit_json({"columns": answer.columns, "rows": [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]})
     else:

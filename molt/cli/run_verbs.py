@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from molt.cli.report import emit_json, emit_table
 from molt.machine import TIERS, hardware, packages, version_of
-from molt.runs import list_runs, open_run
+from molt.runs import list_runs, run_place
 
 Switch = Annotated[bool, Parameter(negative="")]
 
@@ -21,7 +21,7 @@ def mount(app: App) -> None:
     app.command(doctor)
 
 
-def status(run: Path, *, json: Switch = False) -> None:
+def status(run: str, *, json: Switch = False) -> None:
     """Say where a run stands: attempts, steps, reward, versions and where its tokens went.
 
     Parameters
@@ -33,7 +33,7 @@ def status(run: Path, *, json: Switch = False) -> None:
     """
     from molt.audit.status import run_status
 
-    facts = run_status(open_run(run).path)
+    facts = run_status(run_place(run))
     if json:
         emit_json(facts)
     else:
