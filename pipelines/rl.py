@@ -52,7 +52,9 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                             await evaluate(house, leader, step=step, policy_version=clock.version)
                         if config.ckpt.save_interval and step % config.ckpt.save_interval == 0 and clock.is_boundary(step - 1):
                             await save_checkpoint(house, leader, step=step, policy_version=clock.version)
+                    progress.waiting("rollouts in flight to end")
                     await leader.drain()
+                progress.waiting("the last checkpoint")
                 await save_checkpoint(house, leader, step=step, policy_version=clock.version, is_final=True)
     return 0
 

@@ -16,6 +16,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -129,10 +130,9 @@ class Leader:
                 await self._take_in()
                 self._changed.set()
                 continue
-            try:
-                await asyncio.wait_for(self._wake.wait(), POLL_S)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._wake.wait()
 
     async def _take_in(self) -> None:
         rows = [row for row in self._segments.poll().to_pylist() if row.pop("purpose") == "train"]
@@ -212,10 +212,9 @@ class Leader:
                 await self._stalled(limit_s)
             self.say(self.waiting_for())
             self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), 0.5)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await self._changed.wait()
         return None
 
     def waiting_for(self) -> str:
