@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from molt.view.panel import Progress
-
 from molt.admission.plan import StepPlan, plan_digest, plan_from_json
 from molt.config import Config
 from molt.driver.house import ray_session
@@ -15,6 +13,7 @@ from molt.learn.ranks import RankGroup
 from molt.learn.result import RecordedStep
 from molt.log.reader import LogReader
 from molt.runs import RunDir
+from molt.view.panel import Progress
 
 
 async def main(run: RunDir, *, steps: int | None = None) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 import time
 
-from molt.view.panel import Progress, Stopper
-
 from molt.admission.plan import StepPlan
 from molt.config import Config
 from molt.data.prompts import PromptSet
@@ -26,6 +24,7 @@ from molt.driver.versions import VersionClock
 from molt.errors import SettingError
 from molt.learn.result import StepResult
 from molt.runs import RunDir, create_run
+from molt.view.panel import Progress, Stopper
 
 
 async def main(config: Config, *, resume: RunDir | None = None) -> int:
