@@ -79,7 +79,8 @@ class RunDir:
 
 def create_run(config: Config) -> RunDir:
     """Make the folder of a new run. SettingError for a used or malformed name, LogFullError when the disk refuses."""
-    name = config.run.name or _made_name(config)
+    config = named(config)
+    name = config.run.name or ""
     if not NAME_FORM.fullmatch(name):
         raise SettingError(f"run.name={name!r} is no name of a folder; use letters, digits, dot, dash and underscore, 128 at most")
     folder = Path(config.run.dir).absolute()
@@ -91,7 +92,7 @@ def create_run(config: Config) -> RunDir:
         making.mkdir(parents=True)
         try:
             with (making / CONFIG_FILE).open("w", encoding="utf-8") as file:
-                file.write(dump_toml(config.model_copy(update={"run": config.run.model_copy(update={"name": name})})))
+                file.write(dump_toml(config))
                 file.flush()
                 os.fsync(file.fileno())
             making.rename(path)
@@ -103,6 +104,13 @@ def create_run(config: Config) -> RunDir:
             raise SettingError(f"run.name={name} is used in {folder}; take another name") from None
         raise _disk_error(error, folder) from None
     return RunDir(path=path)
+
+
+def named(config: Config) -> Config:
+    """The same settings with a name for the run: the given one, or one made from agent, model and a short id."""
+    if config.run.name is not None:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": _made_name(config)})})
 
 
 def open_run(where: str | Path) -> RunDir:

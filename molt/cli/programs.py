@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
 import sys
@@ -47,3 +48,11 @@ def run_program(program: str, /, *arguments: Any, **named: Any) -> Any:
     main = load_program(program).main
     result = main(*arguments, **named)
     return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def run_quietly(program: str, /, *arguments: Any, is_quiet: bool, **named: Any) -> Any:
+    """run_program; when is_quiet, what it prints goes to stderr, so that stdout holds one JSON document."""
+    if not is_quiet:
+        return run_program(program, *arguments, **named)
+    with contextlib.redirect_stdout(sys.stderr):
+        return run_program(program, *arguments, **named)

@@ -9,12 +9,12 @@ from cyclopts import App, Parameter
 
 from molt import environ
 from molt.cli.preflight import try_everything
-from molt.cli.programs import program_path, run_program
+from molt.cli.programs import program_path, run_quietly
 from molt.cli.report import emit_json, emit_table, note
 from molt.config import Config
 from molt.errors import SettingError
 from molt.machine import check_machine, machine_findings
-from molt.runs import RunDir, open_run
+from molt.runs import RunDir, named, open_run
 from molt.settings import check, config_digest, dump_toml, flatten, resolve
 from molt.settings_docs import describe
 from molt.settings_rules import check_inputs
@@ -67,8 +67,15 @@ def train(
         return None
     check_machine(resolved)
     environ.prepare()
-    result = run_program(pipeline, resolved, resume=run)
-    return result if isinstance(result, int) else None
+    resolved = named(resolved)
+    path = run.path if run is not None else Path(resolved.run.dir).absolute() / (resolved.run.name or "")
+    result = run_quietly(pipeline, resolved, resume=run, is_quiet=json)
+    code = result if isinstance(result, int) else 0
+    if json:
+        emit_json({"run": str(path), "exit_code": code})
+    else:
+        print(f"run: {path}")
+    return code
 
 
 def replay(
@@ -89,7 +96,7 @@ def replay(
         Print JSON.
     """
     environ.prepare()
-    report = run_program("replay", open_run(run), steps=steps)
+    report = run_quietly("replay", open_run(run), steps=steps, is_quiet=json)
     if json:
         emit_json(report if isinstance(report, dict) else {"result": report})
     elif isinstance(report, dict):
@@ -110,7 +117,7 @@ def demo(*flags: Settings, runs: str = "runs", name: str | None = None, json: Sw
         Print JSON.
     """
     environ.prepare()
-    seen = run_program("demo", runs=runs, name=name, flags=flags)
+    seen = run_quietly("demo", runs=runs, name=name, flags=flags, is_quiet=json)
     if json:
         emit_json(seen)
 

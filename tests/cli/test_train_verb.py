@@ -169,3 +169,13 @@ def test_resume_takes_the_settings_of_the_run(inputs, tmp_path, monkeypatch, cap
     assert app.run(["train", "--resume", str(run.path), "--pipeline", str(copy), "--rollout.top_p", "0.5"]) == 0
     assert "got 9 0.5 r" in capsys.readouterr().out
     assert app.run(["train", "--resume", str(run.path), "--config", "x.toml"]) == 2
+
+
+def test_json_output_is_one_document_whatever_the_pipeline_prints(inputs, tmp_path, monkeypatch, capsys) -> None:
+    copy = tmp_path / "mine.py"
+    copy.write_text("def main(config, *, resume=None):\n    print('a line of progress')\n")
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["train", "--json", "--pipeline", str(copy), *flags(inputs), "--run.name", "r"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"run": str(tmp_path / "runs" / "r"), "exit_code": 0}
+    assert "a line of progress" in printed.err
