@@ -21,7 +21,8 @@ differing as (
     union all
     select segment_id, 'gate decision', gate_decided.n_tokens, segments.n_sampled from gate_decided join segments using (segment_id)
     union all
-    select segment_id, 'consumption', consumption.n_sampled, segments.n_sampled from consumption join segments using (segment_id)
+    select segment_id, 'consumption', consumption.n_sampled, case when purpose = 'sft' then segments.n_trainable else segments.n_sampled end
+    from consumption join segments using (segment_id)
 ),
 answer as (
     select * from differing where found is distinct from expected

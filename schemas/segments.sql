@@ -68,7 +68,7 @@ comment on column segments.purpose is 'what the rollout is for';
 comment on column segments.opened_by is 'why this segment begins: start of the rollout, template rewrote history, compaction, fork';
 comment on column segments.token_ids is 'shape (n_tokens): ids as the engine consumed and produced them';
 comment on column segments.behaviour_logprobs is 'shape (n_tokens), nats: processed log-prob of the sampled token; null where not sampled';
-comment on column segments.spans is 'runs of tokens of equal lineage, in order; their len sums to n_tokens. source: system, user, tool, observation, template, policy, history, compaction, image; versions null where not sampled; kv_version is the oldest version among the attended cache entries';
+comment on column segments.spans is 'runs of tokens of equal lineage, in order; their len sums to n_tokens. source: system, user, tool, observation, template, policy, history, compaction, image, demonstration; versions null where not sampled; kv_version is the oldest version among the attended cache entries';
 comment on column segments.n_tokens is 'tokens';
 comment on column segments.n_sampled is 'tokens sampled by the policy (source policy)';
 comment on column segments.n_trainable is 'tokens that may reach the gradient';
@@ -99,7 +99,10 @@ create macro segments_violations(t) as table
     from query_table(t) where coalesce(list_sum(list_transform(spans, lambda s: s.len)), 0) <> n_tokens
     union all
     select segment_id, 'a trainable span is not sampled by the policy'
-    from query_table(t) where len(list_filter(spans, lambda s: s.trainable and (s.source <> 'policy' or s.policy_version is null))) > 0
+    from query_table(t) where purpose <> 'sft' and len(list_filter(spans, lambda s: s.trainable and (s.source <> 'policy' or s.policy_version is null))) > 0
+    union all
+    select segment_id, 'a trainable span of a supervised row is no demonstration'
+    from query_table(t) where purpose = 'sft' and len(list_filter(spans, lambda s: s.trainable and s.source <> 'demonstration')) > 0
     union all
     select segment_id, 'n_sampled is not the number of policy tokens'
     from query_table(t) where n_sampled <> coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.source = 'policy'), lambda s: s.len)), 0);

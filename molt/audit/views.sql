@@ -173,7 +173,8 @@ with refused as (
     from counted_refusals join counted_plans using (step)
 ),
 found as (
-    select segment_id, 'trained' as fate, 'step' as reason, n_sampled, n_kept from counted_consumption where use_number = 1
+    select segment_id, 'trained' as fate, 'step' as reason, n_sampled, n_kept from counted_consumption
+    where use_number = 1 and segment_id not in (select segment_id from segments where purpose = 'sft')
     union all
     select segments.segment_id, 'dropped', 'refused: ' || refused.reason, segments.n_sampled, 0
     from segments join refused using (group_id) where segments.purpose = 'train'
