@@ -98,11 +98,15 @@ class PolicyRank:
         self._steer(plan, total, refusal)
         return result
 
+    def read(self, segment_ids: list[str]) -> list[Row]:
+        """Rows of the log in the order asked."""
+        return self.journal.read(segment_ids)
+
     def _read(self, plan: StepPlan) -> tuple[dict[int, Row], Refusal | None, float]:
         """Own rows by place, or the refusal that all ranks agree on; seconds in the log."""
         begun = time.monotonic()
         places = exchange.places_of(plan, self.rank)
-        rows = dict(zip(places, self.journal.read([plan.segments[p].segment_id for p in places]), strict=True))
+        rows = dict(zip(places, self.read([plan.segments[p].segment_id for p in places]), strict=True))
         log_s = time.monotonic() - begun
         is_corrected = self.config.algo.advantage.is_correction_level != "off"
         found: Refusal | None = None

@@ -27,6 +27,7 @@ from molt.learn.policy import SENT_DTYPES, Policy
 from molt.learn.rank import PolicyRank
 from molt.learn.result import RecordedStep, StepResult
 from molt.learn.rows import micro_batches
+from molt.learn.supervised_rank import SupervisedRank
 from molt.log.actor import RaySink
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
@@ -48,6 +49,8 @@ class RankSpec:
     num_steps: int
     """Length of the learning-rate schedule."""
     model_path: str
+    objective: str = "policy"
+    """policy: learn from rollouts; supervised: learn demonstrations."""
 
 
 class Member:
@@ -114,22 +117,29 @@ class RankProcess(Member):
         scorer = load_model(spec.model_path, config.actor, config.fsdp)
         vocabulary = vocab_size(scorer)
         self.policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=spec.num_steps)
-        critic = Critic(config, mesh, actor_path=spec.model_path, num_steps=spec.num_steps) if needs_critic(config) else None
+        is_policy = spec.objective == "policy"
+        critic = Critic(config, mesh, actor_path=spec.model_path, num_steps=spec.num_steps) if is_policy and needs_critic(config) else None
         frozen = None
-        if needs_frozen(config) and config.reference.placement == "colocated":
+        if is_policy and needs_frozen(config) and config.reference.placement == "colocated":
             frozen = FrozenModel(frozen_path(config, spec.model_path), config, mesh, num_entries=vocabulary)
         self.policies = {"actor": self.policy} | ({} if critic is None else {"critic": critic.policy})
         producer = None
         if spec.mode == "record":
             producer = Producer(RaySink(self.log), name=f"rank-{spec.rank}-attempt-{spec.attempt}")
         journal = LogJournal(config, LogReader.open(spec.run_dir), producer)
-        self.ranked = PolicyRank(config, self.policy, journal, rank=spec.rank, beside=Beside(critic=critic, frozen=frozen))
+        kind = SupervisedRank if spec.objective == "supervised" else PolicyRank
+        self.ranked = kind(config, self.policy, journal, rank=spec.rank, beside=Beside(critic=critic, frozen=frozen))
         return str(self.policy.device)
 
     def train(self, plan: StepPlan, recorded: RecordedStep | None, frozen: list[np.ndarray] | None = None) -> StepResult | None:
         """One step; rank 0 returns the result."""
         result = self.ranked.train(plan, recorded, frozen)
         return result if self.spec.rank == 0 else None
+
+    def evaluate(self, plan: StepPlan) -> float:
+        """Mean negative log-prob over the targets of a plan, for supervised ranks."""
+        assert isinstance(self.ranked, SupervisedRank), "only supervised ranks evaluate a plan"
+        return self.ranked.evaluate(plan)
 
     def publish(self, version: int, folder: str) -> WeightSource | None:
         """Write the weights for engines of this host; rank 0 returns where."""

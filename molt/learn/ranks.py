@@ -51,11 +51,13 @@ class RankGroup:
         num_steps: int | None = None,
         model_path: str | None = None,
         num_gpus: float | None = None,
+        objective: str = "policy",
     ) -> RankGroup:
         """Start fsdp.num_ranks processes and build the policy on them.
 
         log: handle of the log actor, needed in mode record. num_steps: length of the schedule, train.num_steps when absent.
         model_path: in place of actor.model_name_or_path. num_gpus: share of a GPU for each rank; one where the cluster has GPUs.
+        objective: policy learns from rollouts, supervised from demonstrations.
         """
         import ray
 
@@ -84,13 +86,14 @@ class RankGroup:
                 mode=mode,
                 num_steps=num_steps or config.train.num_steps or 1,
                 model_path=path,
+                objective=objective,
             )
             for rank in range(config.fsdp.num_ranks)
         ]
         group = cls(config, Path(run_dir), run)
         try:
             group._actors = [remote(RankProcess).remote(spec, log) for spec in specs]
-            if needs_frozen(config) and config.reference.placement == "apart":
+            if objective == "policy" and needs_frozen(config) and config.reference.placement == "apart":
                 group._frozen = [remote(FrozenProcess).remote(spec) for spec in specs]
             group.devices = await group._join(group._actors)
             if group._frozen:
@@ -108,6 +111,10 @@ class RankGroup:
                 "start with the planned number"
             )
         return (await self._ask("train", plan, recorded, own=[a.score.remote(plan) for a in self._frozen] or None))[0]
+
+    async def evaluate(self, plan: StepPlan) -> float:
+        """Mean negative log-prob over the targets of a plan, for a supervised group."""
+        return (await self._ask("evaluate", plan))[0]
 
     async def publish_weights(self, version: int) -> WeightSource:
         """Write the weights as that version; the version before the previous one is removed, since no engine starts from it."""

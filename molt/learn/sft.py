@@ -14,17 +14,14 @@ from molt.agents.render import ChatRenderer
 from molt.agents.supervised import SupervisedRow, supervised_row
 from molt.agents.tokenizer import Tokenizer
 from molt.config import ActorSettings, FsdpSettings
-from molt.data.messages import Message, normal_messages
-from molt.data.rows import read_rows
 from molt.errors import DataError
 from molt.learn.alone import alone
+from molt.learn.demonstrations import Conversation, read_conversations
 from molt.learn.export import export
 from molt.learn.model import load_model
 from molt.learn.packing import pack
 from molt.learn.policy import SENT_DTYPES, Policy
 from molt.learn.weights import sent_tensors
-
-Conversation = Sequence[Message]
 
 
 def warm_up(
@@ -43,7 +40,7 @@ def warm_up(
     conversations: message lists, or a file whose rows have messages.
     """
     folder = Path(model)
-    rows = tokenize(folder, conversations if not isinstance(conversations, str | Path) else read_conversations(conversations))
+    rows = tokenize(folder, conversations if not isinstance(conversations, str | Path) else read_conversations(str(conversations)))
     actor = ActorSettings(learning_rate=learning_rate, schedule="cosine", warmup_steps=min(10, num_steps // 10))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in one order, so that the same call gives the same weights
@@ -79,23 +76,6 @@ def tokenize(model: Path, conversations: Sequence[Conversation], *, last_turn_on
     """Conversations as ids with the assistant turns marked, through the model's own template."""
     renderer = ChatRenderer(Tokenizer.load(model))
     return [supervised_row(renderer, conversation, last_turn_only=last_turn_only) for conversation in conversations]
-
-
-def read_conversations(file: str | Path, *, setting: str = "sft.dataset", messages_key: str = "messages") -> list[Conversation]:
-    """Message lists of a JSONL or Parquet file or a data set folder. DataError names the row."""
-    conversations: list[Conversation] = []
-    for row in read_rows(file, setting):
-        if row.values is None:
-            raise DataError(f"{row.place}: {row.problem}; mend or remove the row")
-        if messages_key not in row.values:
-            raise DataError(f"{row.place}: no key {messages_key!r}; it has {', '.join(row.values)}; set data.messages_key")
-        try:
-            conversations.append(normal_messages(row.values[messages_key], messages_key))
-        except ValueError as error:
-            raise DataError(f"{row.place}: {error}") from error
-    if not conversations:
-        raise DataError(f"{setting}={file} holds no row; give at least one conversation")
-    return conversations
 
 
 def shuffled(count: int, length: int, *, seed: int) -> list[int]:

@@ -17,7 +17,7 @@ from molt.log.actor import RaySink, start_log_actor, stop_log_actor
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.rollout.weights import digest_tensors, model_digest
-from tests.learn.tiny import make_config, make_plan, make_rows, to_segments
+from tests.learn.tiny import make_config, make_model, make_plan, make_rows, to_segments
 
 pytestmark = [
     pytest.mark.ray,
@@ -94,5 +94,34 @@ async def test_replay_names_the_first_token_that_differs(log: Any, model: Path, 
     try:
         with pytest.raises(ReplayMismatchError, match=r"step 0, segment e0-p\d/\d/1/0, sampled token 0: advantages is .*, recorded"):
             await group.train(make_plan(ROWS))
+    finally:
+        await group.stop()
+
+
+@pytest.mark.parametrize("estimator", ["gae", "on_policy_distill"])
+async def test_steps_with_models_beside_the_policy_resume_and_replay(log: Any, model: Path, tmp_path: Path, estimator: str) -> None:
+    teacher = make_model(tmp_path / "teacher", seed=1)
+    rooms: dict[str, Any] = {"algo": {"advantage": {"estimator": estimator}}}
+    if estimator == "on_policy_distill":
+        rooms["reference"] = {"model_name_or_path": str(teacher), "placement": "apart"}
+    config = make_config(model, fsdp={"num_ranks": 2}, **rooms)
+    options: dict[str, Any] = {"run_dir": tmp_path / "run", "run": "run", "num_steps": 3}
+    plans = [make_plan(ROWS, step=step, num_ranks=2, micro_batch_tokens=32) for step in range(3)]
+    group = await RankGroup.start(config, log=log, **options)
+    try:
+        results = [await group.train(plans[0])]
+        folder, _ = await group.save(step=1, policy_version=1, cursor=6, lsn_end=6)
+        results += [await group.train(plan) for plan in plans[1:]]
+        assert (await group.load(folder)).step == 1
+        again = await group.train(plans[1])
+    finally:
+        await group.stop()
+    assert all(r.refused is None for r in results)
+    assert again.weights_digest == results[1].weights_digest  # a critic's state too came back
+    column = "values" if estimator == "gae" else "teacher_logprobs"
+    assert LogReader.open(tmp_path / "run").cut().table("scores", [column])[column].null_count == 0
+    group = await RankGroup.start(config, mode="replay", **options)
+    try:
+        assert [(await group.train(plan)).weights_digest for plan in plans] == [r.weights_digest for r in results]
     finally:
         await group.stop()
