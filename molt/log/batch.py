@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
+from molt.log.checked import damage_named
 from molt.log.digest import row_digests
 from molt.log.rows import TokenSource
 
@@ -126,11 +127,6 @@ def verify_rows(rows: pa.RecordBatch, where: str) -> None:
         )
 
 
-def is_panic(error: BaseException) -> bool:
-    """True for a panic of Lance on damaged bytes: it is no Exception, and no reason to end the process."""
-    return type(error).__name__ == "PanicException"
-
-
 def one_batch(rows: pa.Table) -> pa.RecordBatch:
     """The table as one batch."""
     batches = rows.combine_chunks().to_batches()
@@ -155,15 +151,8 @@ def from_rows(rows: pa.RecordBatch) -> SegmentBatch:
 
 def batch_of(dataset: lance.LanceDataset, row_ids: Sequence[int], segment_ids: Sequence[str], *, verify: bool) -> SegmentBatch:
     """The rows at those row ids, in that order."""
-    try:
+    with damage_named(f"{dataset.uri}: segments {segment_ids[0]} .. {segment_ids[-1]}"):
         rows = one_batch(dataset._take_rows(list(row_ids)))
-    except BaseException as error:
-        if isinstance(error, OSError | ValueError) or is_panic(error):
-            raise CorruptLogError(
-                f"{dataset.uri}: segments {segment_ids[0]} .. {segment_ids[-1]} cannot be read; "
-                f"{str(error).split(', /home/')[0]}; run molt verify"
-            ) from error
-        raise
     if rows["segment_id"].to_pylist() != list(segment_ids):
         raise CorruptLogError(f"{dataset.uri}: rows {list(row_ids)[:5]} do not hold the segments asked for; run molt verify")
     empty = np.asarray(pc.equal(pc.list_value_length(rows["token_ids"]), 0)) & (np.asarray(rows["n_tokens"]) > 0)

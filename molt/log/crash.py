@@ -33,11 +33,19 @@ POINTS = (
 )
 """Every name that crashpoint() is called with."""
 
-_armed = read("MOLT_CRASHPOINT")
+_armed = ""
 _left = 0
-if _armed is not None:
-    _armed, _, _count = _armed.partition("@")
-    _left = int(_count or 1)
+
+
+def arm(spec: str | None) -> None:
+    """Die at `name`, or at the n-th time there with `name@n`; None disarms."""
+    global _armed, _left
+    _armed, _, count = (spec or "").partition("@")
+    _left = int(count or 1)
+    assert not _armed or _armed in POINTS, f"{_armed} is not in molt.log.crash.POINTS"
+
+
+arm(read("MOLT_CRASHPOINT"))
 
 
 def crashpoint(name: str) -> None:
@@ -45,7 +53,6 @@ def crashpoint(name: str) -> None:
     global _left
     if _armed != name:
         return
-    assert name in POINTS, f"{name} is not in molt.log.crash.POINTS"
     _left -= 1
     if _left == 0:
         os.kill(os.getpid(), signal.SIGKILL)

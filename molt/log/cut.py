@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
 from molt.log.batch import SegmentBatch, batch_of
+from molt.log.checked import damage_named
 from molt.log.descriptor import FORMAT
 from molt.log.holds import hold
 from molt.log.home import Home
@@ -132,12 +133,15 @@ class Cut:
 
     def _retried(self, name: str, read: Callable[[], T]) -> T:
         """Read; once more from the newest version when a file is gone: clean-up dropped this version, its rows live on."""
+        where = f"log={self._home.where}: table {name}"
         try:
-            return read()
-        except (OSError, ValueError, CorruptLogError) as error:
+            with damage_named(where):
+                return read()
+        except (OSError, ValueError) as error:
             if self._reopen is None or "Not found" not in str(error):
                 raise
             self._datasets[name], self._newest_lsn[name] = self._reopen(name)
+        with damage_named(where):
             return read()
 
     def connect(self) -> duckdb.DuckDBPyConnection:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lance
-import orjson
 
 from molt import __version__
-from molt.errors import LogError
+from molt.errors import CorruptLogError, LogError
+from molt.log.checked import decode, encode
 from molt.log.home import Home
 from molt.log.store import Store
 
@@ -40,10 +40,10 @@ def read_descriptor(home: Home) -> Descriptor | None:
     if content is None:
         return None
     try:
-        fields = orjson.loads(content)
+        fields = decode(content, f"log={home.where}: {NAME}")
         written = int(fields["format"])
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise LogError(f"log={home.where}: {NAME} is damaged ({error}); run molt fsck") from error
+    except (KeyError, TypeError) as error:
+        raise CorruptLogError(f"log={home.where}: {NAME} is damaged ({error}); run molt fsck") from error
     if written > FORMAT:
         raise LogError(
             f"log={home.where}: format {written}, written by {fields.get('written_by') or fields.get('made_by')}; "
@@ -60,12 +60,12 @@ def ensure_descriptor(home: Home, store: Store, run: str) -> Descriptor:
         fresh = Descriptor(
             format=FORMAT, run=run, store=store.model_dump(), made_by=f"molt {__version__}", lance=lance.__version__, made_at=time.time()
         )
-        home.create(NAME, orjson.dumps(asdict(fresh), option=orjson.OPT_INDENT_2))
+        home.create(NAME, encode(fresh))
         found = read_descriptor(home)
         assert found is not None, f"{NAME} vanished"
     if found.run != run:
         raise LogError(f"log={home.where}: it belongs to run {found.run!r}, not {run!r}; give the run's own folder")
     if found.written_by != f"molt {__version__}":
         found = replace(found, written_by=f"molt {__version__}")
-        home.write(NAME, orjson.dumps(asdict(found), option=orjson.OPT_INDENT_2))
+        home.write(NAME, encode(found))
     return found

@@ -17,8 +17,9 @@ import orjson
 import pyarrow as pa
 from lance.dataset import LanceOperation
 
-from molt.errors import LogError
-from molt.log.batch import is_panic, one_batch
+from molt.errors import CorruptLogError, LogError
+from molt.log.batch import one_batch
+from molt.log.checked import is_panic, reason_of
 from molt.log.core import LogCore, existing_core
 from molt.log.descriptor import NAME as DESCRIPTOR
 from molt.log.descriptor import ensure_descriptor, read_descriptor
@@ -90,9 +91,7 @@ def _examine_descriptor(home: Home, repair: Repair, *, run: str, is_repairing: b
         if read_descriptor(home) is not None:
             return
         what = "is missing"
-    except LogError as error:
-        if "is damaged" not in str(error):
-            raise
+    except CorruptLogError as error:
         what = str(error)
     repair.found.append(Finding(table="", file=DESCRIPTOR, lsn_first=None, lsn_last=None, what=what))
     if is_repairing:
@@ -126,8 +125,7 @@ def _examine_manifests(home: Home, table: str, repair: Repair, *, is_repairing: 
         except BaseException as error:
             if not isinstance(error, ValueError | OSError) and not is_panic(error):
                 raise
-            reason = str(error).split(", /home/")[0][:200]
-            what = f"the manifest of version {version} does not open: {reason}"
+            what = f"the manifest of version {version} does not open: {reason_of(error)}"
             repair.found.append(Finding(table=table, file=manifest_name(table, version), lsn_first=None, lsn_last=None, what=what))
     if not is_repairing or not any(finding.table == table for finding in repair.found):
         return None

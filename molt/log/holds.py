@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
+from molt.errors import CorruptLogError
+from molt.log.checked import decode, encode
 from molt.log.home import Home
 
 READERS, PINS = "readers/", "pins/"
@@ -22,7 +22,7 @@ def hold(home: Home, versions: Mapping[str, int], owner: Any) -> None:
     """Keep those versions readable until the owner is collected or this process is gone."""
     name = f"{READERS}{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.json"
     content = {"versions": dict(versions), "pid": os.getpid(), "host": socket.gethostname(), "until": time.time() + HOLD_LIMIT_S}
-    home.write(name, orjson.dumps(content))
+    home.write(name, encode(content))
     weakref.finalize(owner, home.delete, name)
 
 
@@ -49,9 +49,11 @@ def held_versions(home: Home, table: str) -> set[int]:
             if content is None:
                 continue
             try:
-                fields = orjson.loads(content)
+                fields = decode(content, name)
                 versions = fields["versions"]
-            except (orjson.JSONDecodeError, KeyError, TypeError):
+            except (CorruptLogError, KeyError) as error:
+                if prefix == PINS:
+                    raise CorruptLogError(f"{name} is damaged, so what it keeps is unknown; delete it or restore it") from error
                 continue
             if prefix == READERS and not _is_alive(fields):
                 home.delete(name)

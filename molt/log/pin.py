@@ -7,10 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
 from molt import __version__
 from molt.errors import CorruptLogError, LogError, SettingError
+from molt.log.checked import decode, encode
 from molt.log.crash import crashpoint
 from molt.log.cut import Cut
 from molt.log.holds import PINS
@@ -56,7 +55,7 @@ def create_pin(run_dir: str | Path, name: str, *, at: int | None = None, code_di
         made_by=f"molt {__version__}",
         made_at=time.time(),
     )
-    if not reader.home.create(f"{PINS}{name}.json", orjson.dumps(pin, option=orjson.OPT_INDENT_2)):
+    if not reader.home.create(f"{PINS}{name}.json", encode(pin)):
         raise SettingError(f"pin={name}: exists already; choose another name")
     for table in cut.versions:
         cut.dataset(table).tags.create(f"molt-{name}", cut.versions[table])
@@ -76,8 +75,8 @@ def read_pin(home: Home, name: str) -> Pin:
     if content is None:
         raise LogError(f"pin={name}: no such pin in {home.where}; see molt pin list")
     try:
-        return Pin(**orjson.loads(content))
-    except (orjson.JSONDecodeError, TypeError) as error:
+        return Pin(**decode(content, f"pins/{name}.json"))
+    except TypeError as error:
         raise CorruptLogError(f"pin={name}: pins/{name}.json is damaged; {error}") from error
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
+from molt.log.checked import damage_named
 from molt.log.crash import crashpoint
 from molt.log.cut import Cut, cut_point, newest_stamps
 from molt.log.descriptor import Descriptor, read_descriptor
@@ -52,14 +53,14 @@ class LogReader:
         """The newest version of a table."""
         held = self._datasets.get(table)
         try:
-            if held is None or held.latest_version != held.version:
-                held = lance.LanceDataset(self.home.table(table), storage_options=self.home.storage_options, session=self.home.session)
+            with damage_named(f"log={self.home.where}: table {table}"):
+                if held is None or held.latest_version != held.version:
+                    held = lance.LanceDataset(self.home.table(table), storage_options=self.home.storage_options, session=self.home.session)
         except ValueError as error:
             if "was not found" in str(error):
                 raise LogError(f"log={self.home.where}: table {table} does not exist yet; is the writer still starting?") from error
-            raise CorruptLogError(f"log={self.home.where}: table {table} cannot be opened; {error}; run molt fsck") from error
-        except OSError as error:
-            raise CorruptLogError(f"log={self.home.where}: table {table} cannot be opened; {error}; run molt fsck") from error
+            raise
+        assert held is not None, "it was opened"
         if table not in self._datasets:
             refuse_newer(table, held, self.descriptor)
         self._datasets[table] = held
@@ -130,7 +131,8 @@ class Tail:
             self._seen_rows = dataset.count_rows(filter=f"lsn <= {self.after}") if self.after >= 0 else 0
         fresh = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id > self._seen_fragment]
         read = names if "lsn" in names else [*names, "lsn"]
-        rows = dataset.scanner(columns=read, filter=f"lsn > {self.after}", fragments=fresh).to_table().sort_by("lsn")
+        with damage_named(f"log={self._reader.home.where}: table {self._table}"):
+            rows = dataset.scanner(columns=read, filter=f"lsn > {self.after}", fragments=fresh).to_table().sort_by("lsn")
         self._check_count(rows, newest_stamp(dataset).rows_end)
         if len(rows):
             self.after = rows["lsn"][-1].as_py()

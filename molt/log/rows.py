@@ -234,7 +234,13 @@ def event(
 ) -> Event:
     """A fact of that kind. A column that the kind shares with the envelope (step, group_id ...) is said once and stands in both."""
     columns = _kind_columns(kind)
-    given: dict[str, Any] = {"step": step, "policy_version": policy_version, "group_id": group_id, "rollout_id": rollout_id, "segment_id": segment_id}
+    given: dict[str, Any] = {
+        "step": step,
+        "policy_version": policy_version,
+        "group_id": group_id,
+        "rollout_id": rollout_id,
+        "segment_id": segment_id,
+    }
     full = {name: value for name, value in given.items() if name in columns and value is not None} | body
     unknown = sorted(set(full) - set(columns))
     if unknown:

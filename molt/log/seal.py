@@ -6,9 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from molt import __version__
+from molt.log.checked import decode, encode
 from molt.log.core import LogCore
 from molt.log.crash import crashpoint
 from molt.log.reader import LogReader
@@ -67,7 +66,7 @@ def seal_log(core: LogCore, *, is_compacting: bool = True) -> Seal:
         made_at=time.time(),
     )
     crashpoint("seal.before_write")
-    core.home.write(NAME, orjson.dumps(seal, option=orjson.OPT_INDENT_2))
+    core.home.write(NAME, encode(seal))
     crashpoint("seal.after_write")
     return seal
 
@@ -85,4 +84,4 @@ def _data_files(dataset: Any, table: str) -> dict[str, dict[str, Any]]:
 def read_seal(home: Any) -> Seal | None:
     """The seal of a log; None when it was never sealed."""
     content = home.read(NAME)
-    return None if content is None else Seal(**orjson.loads(content))
+    return None if content is None else Seal(**decode(content, NAME))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import lance
 import numpy as np
-import orjson
 import pyarrow as pa
 
 from molt.errors import MoltError
-from molt.log.batch import is_panic, one_batch
+from molt.log.batch import one_batch
+from molt.log.checked import decode, is_panic, reason_of
 from molt.log.cut import Cut
 from molt.log.digest import merkle_root, row_digests
 from molt.log.reader import LogReader
@@ -97,9 +97,8 @@ def _scan_table(dataset: lance.LanceDataset, table: str, tombstones: Tombstones,
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            reason = str(error).split(", /home/")[0][:200]
             read = len(scan.written) - before
-            what = f"cannot be read past {read} of {fragment.metadata.physical_rows} rows: {type(error).__name__}: {reason}"
+            what = f"cannot be read past {read} of {fragment.metadata.physical_rows} rows: {type(error).__name__}: {reason_of(error)}"
             report.findings.append(Finding(table=table, file=file, lsn_first=None, lsn_last=None, what=what))
     return scan
 
@@ -167,9 +166,9 @@ def check_seal(reader: LogReader) -> list[Finding]:
     if content is None:
         return []
     try:
-        seal = orjson.loads(content)
+        seal = decode(content, "SEAL.json")
         lsn_end, root, files = int(seal["lsn_end"]), str(seal["root"]), dict(seal["files"])
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         return [Finding(table="", file="SEAL.json", lsn_first=None, lsn_last=None, what=f"is damaged: {error}")]
     findings = []
     for name, known in files.items():
