@@ -7,13 +7,11 @@ no answer within rollout.timeout_s and a margin, or the process is gone -> Rollo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from molt.config import Config
 from molt.errors import EngineError, LogError, MoltError
-from molt.rollout.engine_actor import EngineHandle
 from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
 
 _MARGIN_S = 60.0
@@ -40,13 +38,11 @@ class Crew:
         self._sink = sink
         self._model_path = model_path
         self._stations: list[Station] = []
-        self._engines: dict[str, EngineHandle] = {}
         self._places = asyncio.Semaphore(config.rollout.num_workers * config.rollout.max_concurrency)
         self._num_hired = 0
 
-    async def start(self, engines: Mapping[str, EngineHandle]) -> None:
+    async def start(self) -> None:
         """Start all workers; an agent file or template that cannot work is told here."""
-        self._engines = dict(engines)
         self._stations = [self._hire() for _ in range(self._config.rollout.num_workers)]
         await asyncio.gather(*(self._ready(station) for station in self._stations))
 
@@ -58,11 +54,7 @@ class Crew:
         name = f"worker-{self._num_hired}"
         self._num_hired += 1
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000, "max_restarts": 0}
-        actor = (
-            ray.remote(RolloutWorker)
-            .options(**options)
-            .remote(name, self._config, engines=self._engines, sink=self._sink, model_path=self._model_path)
-        )
+        actor = ray.remote(RolloutWorker).options(**options).remote(name, self._config, sink=self._sink, model_path=self._model_path)
         return Station(name=name, actor=actor)
 
     async def _ready(self, station: Station) -> None:

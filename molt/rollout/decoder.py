@@ -43,6 +43,7 @@ class SlotDecoder:
         self._routes: list[torch.Tensor] = []
         for router in self._routers:
             router.register_forward_hook(self._keep_routes)
+        self.forward([0], [[0]], [0])  # the first pass of a process is slow; no request should pay for it
 
     @property
     def num_moe_layers(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -204,6 +205,11 @@ class EngineHandle:
     async def health(self, limit_s: float = _CONTROL_LIMIT_S) -> EngineHealth:
         """A sign of life, or EngineError."""
         return await self._ask("health", self._actor.health.remote(), limit_s)
+
+    async def probe(self, limit_s: float) -> None:
+        """Sample one token; EngineError when none comes within the limit."""
+        sampling = Sampling(max_new_tokens=1, temperature=0.0)
+        await self._ask("probe", self._actor.generate.remote(f"probe-{uuid.uuid4().hex}", [0], sampling), limit_s)
 
     async def stop(self) -> None:
         """Stop the engine and end its process; a dead one is fine."""

@@ -9,9 +9,10 @@ An engine that dies is out of service for good; when none is left, EngineError.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from molt.errors import EngineError, RefitError
@@ -24,18 +25,26 @@ from molt.rollout.weights import model_digest
 T = TypeVar("T")
 
 
+_LOG = logging.getLogger(__name__)
+MAX_REPLACEMENTS = 3
+"""New engines in place of one that was asked for."""
+_PROBE_LIMIT_S = 60.0
+
+
 @dataclass(slots=True, kw_only=True)
 class Berth:
     """One engine as the driver sees it."""
 
+    spec: EngineSpec
     handle: EngineHandle
-    info: EngineInfo | None = None
     num_rollouts: int = 0
     """Rollouts that stick to it now."""
     is_stale: bool = False
-    """It missed a refit: out of service until it takes a later one."""
+    """It has not the newest weights: out of service until it takes them."""
     death: str | None = None
     """Why it is out of service for good."""
+    num_replaced: int = 0
+    """Engines before it in its place."""
 
     @property
     def is_serving(self) -> bool:
@@ -43,21 +52,24 @@ class Berth:
         return self.death is None and not self.is_stale
 
 
-@dataclass(slots=True)
 class Fleet:
     """All engines of a run."""
 
-    specs: Sequence[EngineSpec]
-    launch: Callable[[EngineSpec], EngineHandle] = launch_engine
-    berths: dict[str, Berth] = field(default_factory=dict)
-    policy_version: int = 0
+    def __init__(self, specs: Sequence[EngineSpec], launch: Callable[[EngineSpec], EngineHandle] = launch_engine) -> None:
+        self.specs = specs
+        self.berths: dict[str, Berth] = {}
+        self.policy_version = 0
+        self._launch = launch
+        self._source: WeightSource | None = None
+        """Weights that all engines took last."""
+        self._coming: dict[str, asyncio.Task[None]] = {}
+        """Replacements under way, by the name of the engine that they replace."""
+        self._one_refit = asyncio.Lock()
 
     async def start(self) -> list[EngineInfo]:
         """Start all; EngineError unless every one starts and all serve the same weights."""
-        self.berths = {spec.name: Berth(handle=self.launch(spec)) for spec in self.specs}
+        self.berths = {spec.name: Berth(spec=spec, handle=self._launch(spec)) for spec in self.specs}
         infos = await asyncio.gather(*(berth.handle.start() for berth in self.berths.values()))
-        for berth, info in zip(self.berths.values(), infos, strict=True):
-            berth.info = info
         digests = {info.name: info.weights_digest for info in infos}
         if len(set(digests.values())) != 1:
             raise EngineError(f"engines started with different weights: {digests}; give all the same model")
@@ -69,34 +81,69 @@ class Fleet:
         """Engines that take rollouts now."""
         return [berth for berth in self.berths.values() if berth.is_serving]
 
-    def take_berth(self) -> Berth:
-        """The least loaded engine, with one more rollout; EngineError when none serves."""
-        if not self.serving:
-            told = {name: berth.death or "missed a refit" for name, berth in self.berths.items()}
-            raise EngineError(f"no engine is left to serve rollouts: {told}")
+    async def take_berth(self) -> Berth:
+        """The least loaded engine, with one more rollout. Waits for a replacement when none serves; EngineError when none comes."""
+        while not self.serving:
+            if not self._coming:
+                told = {name: berth.death or "missed a refit" for name, berth in self.berths.items()}
+                raise EngineError(f"no engine is left to serve rollouts: {told}")
+            await asyncio.wait(set(self._coming.values()), return_when=asyncio.FIRST_COMPLETED)
         berth = min(self.serving, key=lambda item: item.num_rollouts)
         berth.num_rollouts += 1
         return berth
 
     async def examine(self, name: str) -> bool:
-        """Whether an engine that failed a call still answers; one that does not is out of service for good."""
+        """Whether an engine that failed a call still samples. One that does not is ended and replaced."""
         berth = self.berths[name]
         if berth.death is None:
             try:
-                await berth.handle.health()
+                limit_s = min(_PROBE_LIMIT_S, berth.spec.request_timeout_s)
+                health = await berth.handle.health(limit_s)
+                if not health.is_paused and not berth.is_stale:
+                    await berth.handle.probe(limit_s)
             except EngineError as error:
                 self.retire(name, str(error))
         return berth.death is None
 
     def retire(self, name: str, why: str) -> None:
-        """Put an engine out of service for good and end its process."""
+        """Put an engine out of service for good, end its process and start another in its place."""
         berth = self.berths[name]
-        if berth.death is None:
-            berth.death = why
+        if berth.death is not None:
+            return
+        berth.death = why
+        berth.handle.kill()
+        _LOG.warning("engine %s is out of service: %s", name, why)
+        if berth.num_replaced < MAX_REPLACEMENTS:
+            self._coming[name] = asyncio.create_task(self._replace(berth), name=f"replace {name}")
+
+    async def _replace(self, old: Berth) -> None:
+        """Start an engine in place of one that is gone; it serves once it has the newest weights."""
+        number = old.num_replaced + 1
+        spec = replace(old.spec, name=f"{old.spec.name.partition('+')[0]}+{number}")
+        berth = Berth(spec=spec, handle=self._launch(spec), is_stale=True, num_replaced=number)
+        try:
+            await berth.handle.start()
+            async with self._one_refit:
+                if self._source is not None:
+                    await berth.handle.pause("keep")
+                    await berth.handle.refit(self._source)
+                    await berth.handle.resume()
+                berth.is_stale = False
+                self.berths[spec.name] = berth
+        except EngineError as error:
+            berth.death = f"it did not start in place of {old.spec.name}: {error}"
             berth.handle.kill()
+            self.berths[spec.name] = berth
+            _LOG.warning("engine %s: %s", spec.name, berth.death)
+        finally:
+            del self._coming[old.spec.name]
 
     async def refit(self, source: WeightSource, *, pause_mode: str) -> RefitTimes:
         """Give all engines new weights. RefitError when no engine took them; then the old version serves on."""
+        async with self._one_refit:
+            return await self._refit(source, pause_mode)
+
+    async def _refit(self, source: WeightSource, pause_mode: str) -> RefitTimes:
         alive = {name: berth.handle for name, berth in self.berths.items() if berth.death is None}
         begin = time.perf_counter()
         held = await self._each(alive, lambda handle: handle.pause(pause_mode))
@@ -114,7 +161,7 @@ class Fleet:
             self.berths[name].is_stale = True
         resumed = await self._each({name: alive[name] for name in good}, lambda handle: handle.resume())
         await self._end_stale(failed)
-        self.policy_version = source.policy_version
+        self.policy_version, self._source = source.policy_version, source
         verify_s = max(report.verify_s for report in good.values())
         return RefitTimes(
             policy_version=source.policy_version,
@@ -153,7 +200,12 @@ class Fleet:
         return good, bad
 
     async def stop(self) -> None:
-        """Stop every engine that lives."""
+        """Stop every engine that lives or is on its way."""
+        coming = list(self._coming.values())
+        for task in coming:
+            task.cancel()
+        if coming:
+            await asyncio.wait(coming, timeout=_PROBE_LIMIT_S)
         await asyncio.gather(*(berth.handle.stop() for berth in self.berths.values() if berth.death is None))
 
 

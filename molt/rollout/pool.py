@@ -57,7 +57,7 @@ class RolloutPool:
     async def start(self) -> list[EngineInfo]:
         """Start engines, then workers; returns when rollouts can run."""
         infos = await self._fleet.start()
-        await self._crew.start({name: berth.handle for name, berth in self._fleet.berths.items()})
+        await self._crew.start()
         return infos
 
     @property
@@ -205,8 +205,8 @@ class RolloutPool:
         raise AssertionError("rollout.num_tries is at least 1")
 
     async def _try_once(self, group: GroupTask, member: int, try_number: int) -> RolloutDone | RolloutFailed:
-        berth = self._fleet.take_berth()
-        task = RolloutTask(group=group, member=member, try_number=try_number, engine=berth.handle.name)
+        berth = await self._fleet.take_berth()
+        task = RolloutTask(group=group, member=member, try_number=try_number, engine=berth.spec.name, handle=berth.handle)
         try:
             outcome = await self._crew.run(task)
         except asyncio.CancelledError:

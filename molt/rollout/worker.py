@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from molt.agents.env import AgentRunner
@@ -51,9 +51,9 @@ class CountedCalls:
 class RolloutWorker:
     """The actor's body."""
 
-    def __init__(self, name: str, config: Config, *, engines: Mapping[str, Engine], sink: Any, model_path: str | None = None) -> None:
+    def __init__(self, name: str, config: Config, *, sink: Any, model_path: str | None = None) -> None:
         self._config = config
-        self._engines = dict(engines)
+        self._engines: dict[str, Engine] = {}
         self._model_path = model_path or config.actor.model_name_or_path
         self._producer = Producer(sink, name)
         self._runner: AgentRunner | None = None
@@ -74,7 +74,7 @@ class RolloutWorker:
         """Run one rollout to its durable end. Raises LogError only."""
         ended: asyncio.Future[RolloutDone | RolloutFailed] = asyncio.get_running_loop().create_future()
         self._ended[task.rollout_id] = ended
-        calls = CountedCalls(self._engines[task.engine])
+        calls = CountedCalls(self._engines.setdefault(task.engine, task.handle))
         try:
             outcome = await self._run(task, calls)
         except LogError:

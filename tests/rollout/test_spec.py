@@ -1,0 +1,112 @@
+"""Engine specs from settings, and what crosses to another process."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from molt.config import Config
+from molt.data.prompts import Prompt
+from molt.errors import SettingError
+from molt.rollout.engine import FinishReason, Generation, Sampling, WeightSource
+from molt.rollout.spec import engine_specs
+from molt.rollout.tasks import FailureReason, GroupTask, RefitTimes, RolloutDone, RolloutFailed
+from molt.rollout.vllm_settings import engine_arguments, vllm_environment, vllm_num_gpus, vllm_options
+
+
+def config(**rooms: dict[str, object]) -> Config:
+    return Config.model_validate({"actor": {"model_name_or_path": "/models/a"}, **rooms})
+
+
+def test_one_spec_for_each_engine() -> None:
+    specs = engine_specs(config(vllm={"engine": "embedded", "num_engines": 3}, data={"max_len": 99}))
+    assert [spec.name for spec in specs] == ["embedded-0", "embedded-1", "embedded-2"]
+    assert {(spec.kind, spec.model_path, spec.max_len, spec.dtype) for spec in specs} == {("embedded", "/models/a", 99, "float32")}
+
+
+def test_the_embedded_engine_refuses_tensor_parallelism() -> None:
+    with pytest.raises(SettingError, match="tensor_parallel_size=2"):
+        engine_specs(config(vllm={"engine": "embedded", "tensor_parallel_size": 2}))
+
+
+def test_engines_without_a_model_are_refused() -> None:
+    with pytest.raises(SettingError, match="model_name_or_path"):
+        engine_specs(Config())
+
+
+def arguments(*, is_cuda: bool, transport: str = "file", **rooms: dict[str, object]) -> dict[str, object]:
+    options = vllm_options(config(**rooms), is_cuda=is_cuda)
+    options.pop("kv_on_refit")
+    return engine_arguments("/models/a", max_len=128, dtype="bfloat16", transport=transport, **options)
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_vllm_is_told_the_whole_distribution(is_cuda: bool) -> None:
+    told = arguments(is_cuda=is_cuda)
+    assert told["logprobs_mode"] == "processed_logprobs" and told["generation_config"] == "vllm"
+    assert told["skip_tokenizer_init"] is True and told["trust_remote_code"] is False
+
+
+def test_settings_of_a_gpu_engine_reach_vllm() -> None:
+    vllm = {
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 4,
+        "gpu_memory_utilization": 0.5,
+        "max_num_seqs": 17,
+        "enable_prefix_caching": False,
+        "num_speculative_tokens": 3,
+        "sleep_level": 1,
+    }
+    told = arguments(is_cuda=True, transport="nccl", vllm=vllm, train={"routing_replay": True})
+    assert told["tensor_parallel_size"] == 2 and told["data_parallel_size"] == 4
+    assert told["gpu_memory_utilization"] == 0.5 and told["max_num_seqs"] == 17
+    assert told["enable_prefix_caching"] is False and told["enforce_eager"] is False
+    assert told["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
+    assert told["enable_sleep_mode"] is True and told["enable_return_routed_experts"] is True
+    assert told["weight_transfer_config"] == {"backend": "nccl"}
+    assert vllm_num_gpus(config(vllm=vllm), is_cuda=True) == 8
+
+
+def test_the_cpu_build_gets_its_environment() -> None:
+    told = vllm_environment(config(vllm={"kv_cache_space_gib": 1.2}), is_cuda=False)
+    assert told["TORCHDYNAMO_DISABLE"] == "1" and told["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in told
+
+
+def test_sleep_without_a_gpu_is_refused() -> None:
+    with pytest.raises(SettingError, match="sleep_level=1"):
+        vllm_options(config(vllm={"sleep_level": 1}), is_cuda=False)
+
+
+def test_what_crosses_processes_pickles() -> None:
+    prompt = Prompt(prompt_id="x", prompt_index=0, messages=({"role": "user", "content": "hi"},))
+    group = GroupTask(group_id="e0-p0", epoch=0, order_index=0, prompt=prompt, group_size=2, members=(0, 1))
+    done = RolloutDone(
+        rollout_id="e0-p0/0/0", group_id="e0-p0", member=0, engine="vllm-0", num_segments=1, num_turns=1, n_tokens=9, n_sampled=4,
+        reward=0.5, version_min=3, is_truncated=False, duration_s=1.0,
+    )  # fmt: skip
+    failed = RolloutFailed(
+        rollout_id="e0-p0/1/0",
+        group_id="e0-p0",
+        member=1,
+        engine="vllm-0",
+        reason=FailureReason.ENGINE_ERROR,
+        error="x",
+        n_sampled=3,
+        num_tries=1,
+    )
+    times = RefitTimes(
+        policy_version=1, weights_digest="a", engines={"vllm-0": "a"}, pause_s=0.1, transfer_s=0.1, verify_s=0.1, resume_s=0.1,
+        size_bytes=1, num_in_flight=2,
+    )  # fmt: skip
+    source = WeightSource(policy_version=1, transport="file", path="/dev/shm/x", digests={"a": "b"})
+    sampling = Sampling(max_new_tokens=3, stop_token_ids=(1, 2))
+    for thing in (group, done, failed, times, source, sampling):
+        assert pickle.loads(pickle.dumps(thing)) == thing
+    ids = np.array([1, 2], np.int32)
+    generation = Generation(
+        token_ids=ids, logprobs=np.array([-1.0, -2.0], np.float32), policy_versions=ids, kv_versions=ids, finish_reason=FinishReason.STOP
+    )
+    assert np.array_equal(pickle.loads(pickle.dumps(generation)).token_ids, ids)
