@@ -119,8 +119,10 @@ class VllmSettings(Room):
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    kv_cache_space_gib: float = Field(1.0, gt=0)
-    """Cache of an engine on the CPU."""
+    compile: bool = True
+    """On a GPU; false keeps CUDA graphs of decoding without torch's compiler, so that an engine starts a minute sooner."""
+    kv_cache_space_gib: float | None = Field(None, gt=0)
+    """Cache of an engine; when absent 1 on the CPU, and on a GPU what vllm.gpu_memory_utilization leaves."""
     num_speculative_tokens: int = Field(0, ge=0)
     """MTP draft tokens per step; 0 is off."""
     sleep_level: Literal[0, 1, 2] = 0
@@ -234,6 +236,13 @@ class FsdpSettings(Room):
     attn_implementation: Literal["sdpa", "eager", "te", "flash_attention_2", "flex"] = "sdpa"
 
 
+class PlacementSettings(Room):
+    """Which processes share a GPU."""
+
+    trainer: Literal["auto", "colocated", "apart"] = "auto"
+    """colocated: trainer ranks and engines side by side on the same GPUs; apart: GPUs of their own; auto: apart where they suffice."""
+
+
 class AdmissionSettings(Room):
     """Which groups may train."""
 
@@ -293,6 +302,7 @@ class Config(Room):
     train: TrainSettings = TrainSettings()
     algo: AlgoSettings = AlgoSettings()
     fsdp: FsdpSettings = FsdpSettings()
+    placement: PlacementSettings = PlacementSettings()
     admission: AdmissionSettings = AdmissionSettings()
     log: LogSettings = LogSettings()
     ckpt: CkptSettings = CkptSettings()

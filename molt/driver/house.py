@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from molt.log.actor import RaySink, start_log_actor, stop_log_actor
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.rows import event
+from molt.placement import Seats, take_seats
 from molt.rollout.engine import EngineInfo
 from molt.rollout.pool import RolloutPool
+from molt.rollout.spec import engine_kind
 from molt.runs import RunDir
 from molt.settings import config_digest
 
@@ -56,14 +58,15 @@ async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callab
         log = start_log_actor(run.path, run=run.name, attempt=attempt, store=config.log.store)
         stack.callback(stop_log_actor, log)
         sink = RaySink(log)
-        pool = RolloutPool(config, sink=sink, producer_name=f"pool-{attempt}")
+        seats = stack.enter_context(gpu_seats(config))
+        pool = RolloutPool(config, sink=sink, producer_name=f"pool-{attempt}", seats=seats.engines)
         stack.push_async_callback(pool.stop)
         say("starting engines, rollout workers and trainer ranks")
         try:
             async with asyncio.TaskGroup() as tasks:
                 engines = tasks.create_task(pool.start())
                 ranks = tasks.create_task(
-                    RankGroup.start(config, run_dir=run.path, run=run.name, attempt=attempt, log=log, num_steps=num_steps)
+                    RankGroup.start(config, run_dir=run.path, run=run.name, attempt=attempt, log=log, num_steps=num_steps, seats=seats)
                 )
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
@@ -98,6 +101,17 @@ def ray_session(config: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def gpu_seats(config: Config) -> AbstractContextManager[Seats]:
+    """The GPUs of the session, given out among ranks, a frozen model apart, and engines that use them."""
+    from molt.learn.beside import needs_frozen
+
+    return take_seats(
+        config,
+        has_frozen=config.reference.placement == "apart" and needs_frozen(config),
+        has_engines=engine_kind(config) == "vllm",
+    )
 
 
 @asynccontextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 
@@ -65,13 +67,22 @@ def _varlen(
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    bounds = torch.tensor((0, *lengths), dtype=torch.int32, device=q.device).cumsum(0, dtype=torch.int32)
+    natural = q.shape[-1] ** -0.5
+    if scaling is not None and abs(scaling - natural) > 1e-9:
+        q = q * (scaling / natural)  # older kernels know the natural scale only
+    bounds = row_bounds(lengths, q.device)
     left = -1 if window is None else window - 1
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (L, H, D)
     longest = max(lengths)
-    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0))
+    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(left, 0))
     assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
     return output[None]
+
+
+@lru_cache(maxsize=8)
+def row_bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """(R + 1,) int32: where rows begin and the last ends. Kept, since every layer of a pass asks for the same."""
+    return torch.tensor((0, *lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
 
 
 def block_causal_mask(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

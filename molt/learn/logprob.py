@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-CHUNK_FLOATS = 1 << 23
-"""Largest (chunk, V) float32 block: 32 MiB."""
+CHUNK_FLOATS = {"cpu": 1 << 23, "cuda": 1 << 27}
+"""Largest (chunk, V) float32 block: 32 MiB on the CPU; 512 MiB on a GPU, where small blocks are launches and little else."""
 
 
-def chunk_size(vocab_size: int) -> int:
+def chunk_size(vocab_size: int, device_type: str = "cpu") -> int:
     """Tokens per chunk."""
-    return max(1, CHUNK_FLOATS // vocab_size)
+    return max(1, CHUNK_FLOATS[device_type] // vocab_size)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -23,7 +23,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def forward(ctx, hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy):  # type: ignore[no-untyped-def]
         logprobs_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
         entropy_N = torch.zeros_like(logprobs_N)
-        for span in _spans(len(target_N), weight_VD.shape[0]):
+        for span in _spans(len(target_N), weight_VD):
             logits = _logits(hidden_ND[span], weight_VD, bias_V, temperature_N[span])  # (c, V)
             logp = torch.log_softmax(logits, dim=-1)
             logprobs_N[span] = logp.gather(1, target_N[span, None])[:, 0]
@@ -39,7 +39,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and ctx.needs_input_grad[2] else None
-        for span in _spans(len(target_N), weight_VD.shape[0]):
+        for span in _spans(len(target_N), weight_VD):
             logits = _logits(hidden_ND[span], weight_VD, bias_V, temperature_N[span])
             logp = torch.log_softmax(logits, dim=-1)
             p = logp.exp()
@@ -91,7 +91,7 @@ def _logits(hidden_cD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tens
     return logits.float() / temperature_c[:, None]
 
 
-def _spans(n: int, vocab_size: int) -> list[slice]:
+def _spans(n: int, weight_VD: torch.Tensor) -> list[slice]:
     """Slices that cover n tokens."""
-    step = chunk_size(vocab_size)
+    step = chunk_size(weight_VD.shape[0], weight_VD.device.type)
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]

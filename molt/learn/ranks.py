@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from molt.config import Config
 from molt.errors import MoltError, ReplayMismatchError, SettingError, StalledError
 from molt.learn.checkpoint import Position, newest
 from molt.learn.result import RecordedStep, StepResult
+from molt.placement import Seat, Seats
 from molt.rollout.engine import WeightSource
 from molt.rollout.weights import SHARED_MEMORY, remove_weights, weights_folder
 
@@ -50,13 +52,13 @@ class RankGroup:
         mode: str = "record",
         num_steps: int | None = None,
         model_path: str | None = None,
-        num_gpus: float | None = None,
+        seats: Seats | None = None,
         objective: str = "policy",
     ) -> RankGroup:
         """Start fsdp.num_ranks processes and build the policy on them.
 
         log: handle of the log actor, needed in mode record. num_steps: length of the schedule, train.num_steps when absent.
-        model_path: in place of actor.model_name_or_path. num_gpus: share of a GPU for each rank; one where the cluster has GPUs.
+        model_path: in place of actor.model_name_or_path. seats: places on the GPUs of the run; one GPU for each rank when absent.
         objective: policy learns from rollouts, supervised from demonstrations.
         """
         import ray
@@ -70,7 +72,7 @@ class RankGroup:
         if mode == "record" and log is None:
             raise SettingError("mode=record needs the log actor; give log=start_log_actor(...)")
         know_estimator(config)
-        gpus = num_gpus if num_gpus is not None else (1.0 if ray.cluster_resources().get("GPU", 0) else 0.0)
+        gpus = 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
         environment: dict[str, Any] = {}
         if gpus and config.train.deterministic:
             environment = {"env_vars": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}
@@ -92,9 +94,11 @@ class RankGroup:
         ]
         group = cls(config, Path(run_dir), run)
         try:
-            group._actors = [remote(RankProcess).remote(spec, log) for spec in specs]
+            places = seats.ranks if seats is not None else []
+            group._actors = [_placed(remote(RankProcess), places, spec.rank).remote(spec, log) for spec in specs]
             if objective == "policy" and needs_frozen(config) and config.reference.placement == "apart":
-                group._frozen = [remote(FrozenProcess).remote(spec) for spec in specs]
+                places = seats.frozen if seats is not None else []
+                group._frozen = [_placed(remote(FrozenProcess), places, spec.rank).remote(spec) for spec in specs]
             group.devices = await group._join(group._actors)
             if group._frozen:
                 await group._join(group._frozen)
@@ -194,6 +198,11 @@ class RankGroup:
                 f"trainer ranks {ranks} did not answer {method} in train.step_timeout_s={limit:g}; raise it or look at logs/"
             )
         return [task.result() for task in tasks]
+
+
+def _placed(actor_class: Any, seats: Sequence[Seat], rank: int) -> Any:
+    """The actor class of one rank, in its seat where the run has seats."""
+    return actor_class.options(**seats[rank].options()) if seats else actor_class
 
 
 async def _result(ref: Any) -> Any:

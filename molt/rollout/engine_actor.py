@@ -132,7 +132,8 @@ def launch_engine(spec: EngineSpec) -> EngineHandle:
     """Place the actor (the model is loaded by `start`)."""
     import ray
 
-    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": spec.num_gpus, "max_concurrency": 10_000, "max_restarts": 0}
+    place = {"num_gpus": spec.num_gpus} if spec.seat is None else spec.seat.options()
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000, "max_restarts": 0, **place}
     if spec.env:
         options["runtime_env"] = {"env_vars": dict(spec.env)}
     actor = ray.remote(EngineActor).options(**options).remote(spec)

@@ -21,6 +21,7 @@ from molt.config import Config
 from molt.errors import EngineError, RefitError, StalledError
 from molt.log.producer import Producer
 from molt.log.rows import Event, event
+from molt.placement import Seat
 from molt.rollout.crew import Crew
 from molt.rollout.engine import EngineInfo, WeightSource
 from molt.rollout.fleet import Fleet
@@ -44,9 +45,10 @@ class RolloutPool:
         model_path: str | None = None,
         policy_version: int = 0,
         producer_name: str = "pool",
+        seats: Sequence[Seat] = (),
     ) -> None:
         self._config = config
-        self._fleet = fleet or Fleet(engine_specs(config, model_path=model_path, policy_version=policy_version))
+        self._fleet = fleet or Fleet(engine_specs(config, model_path=model_path, policy_version=policy_version, seats=seats))
         self._crew = crew or Crew(config, sink=sink, model_path=model_path)
         self._producer = Producer(sink, producer_name)
         self._results: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from molt.config import Config
 from molt.errors import SettingError
+from molt.placement import Seat
 from molt.rollout.engine import Engine
 
 
@@ -30,7 +32,10 @@ class EngineSpec:
     """Further arguments of the engine's class."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment of the engine's process."""
-    num_gpus: int = 0
+    num_gpus: float = 0
+    """GPUs that it takes when it has no seat."""
+    seat: Seat | None = None
+    """Its place on the GPUs of the run."""
 
 
 def engine_kind(config: Config) -> str:
@@ -40,8 +45,8 @@ def engine_kind(config: Config) -> str:
     return "vllm" if importlib.util.find_spec("vllm") is not None else "embedded"
 
 
-def engine_specs(config: Config, *, model_path: str | None = None, policy_version: int = 0) -> list[EngineSpec]:
-    """One spec for each of vllm.num_engines engines."""
+def engine_specs(config: Config, *, model_path: str | None = None, policy_version: int = 0, seats: Sequence[Seat] = ()) -> list[EngineSpec]:
+    """One spec for each of vllm.num_engines engines. seats: one for each, where the run has GPUs."""
     path = model_path or config.actor.model_name_or_path
     if path is None:
         raise SettingError("actor.model_name_or_path is not set, engines need a model; give a folder with a Hugging Face model")
@@ -75,6 +80,7 @@ def engine_specs(config: Config, *, model_path: str | None = None, policy_versio
             options=options,
             env=env,
             num_gpus=num_gpus,
+            seat=seats[index] if seats else None,
         )
         for index in range(settings.num_engines)
     ]

@@ -35,6 +35,8 @@ def vllm_options(config: Config, *, is_cuda: bool | None = None) -> dict[str, An
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "max_num_seqs": settings.max_num_seqs,
         "enforce_eager": settings.enforce_eager or not is_cuda,
+        "is_compiled": settings.compile,
+        "kv_cache_space_gib": settings.kv_cache_space_gib,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "enable_chunked_prefill": settings.enable_chunked_prefill,
         "num_speculative_tokens": settings.num_speculative_tokens,
@@ -55,7 +57,7 @@ def vllm_environment(config: Config, *, is_cuda: bool | None = None) -> dict[str
         **common,
         "TORCHDYNAMO_DISABLE": "1",  # tracing would take a minute at the first request and is of no use without a compiler
         "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(config.vllm.kv_cache_space_gib)),
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(config.vllm.kv_cache_space_gib or 1)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
 
@@ -78,6 +80,8 @@ def engine_arguments(
     gpu_memory_utilization: float,
     max_num_seqs: int,
     enforce_eager: bool,
+    is_compiled: bool,
+    kv_cache_space_gib: float | None,
     enable_prefix_caching: bool,
     enable_chunked_prefill: bool,
     num_speculative_tokens: int,
@@ -107,6 +111,14 @@ def engine_arguments(
     if is_cuda:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
         arguments["enable_sleep_mode"] = enable_sleep
+        if kv_cache_space_gib is not None:
+            # Given in bytes, vLLM measures nothing at its start: what other processes on the GPU take meanwhile does not count as its own.
+            arguments["kv_cache_memory_bytes"] = int(kv_cache_space_gib * 2**30)
+        if not is_compiled and not enforce_eager:
+            arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if tensor_parallel_size > 1:
+            # vLLM would choose Ray inside an actor, and find no seats for its own workers there.
+            arguments["distributed_executor_backend"] = "mp"
         if capture_routes:
             arguments["enable_return_routed_experts"] = True
         if transport != "file":
