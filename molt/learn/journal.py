@@ -18,13 +18,14 @@ import torch
 from molt.admission.plan import StepPlan
 from molt.algo.correction import Gate
 from molt.config import Config
-from molt.errors import ReplayMismatchError
+from molt.errors import CorruptLogError, ReplayMismatchError
 from molt.learn.result import RecordedStep, StepResult
 from molt.learn.rows import MicroBatch, Row
 from molt.learn.step import Step
-from molt.log.rows import Event, Score, event
+from molt.log.rows import Event, Score, event, payload_name
 
 if TYPE_CHECKING:
+    from molt.log.cut import Cut
     from molt.log.producer import Producer
     from molt.log.reader import LogReader
 
@@ -60,7 +61,7 @@ class LogJournal:
 
     def read(self, segment_ids: Sequence[str]) -> list[Row]:
         """Rows in the order asked."""
-        return read_rows(self.reader, segment_ids)
+        return read_rows(self.reader, segment_ids, wants_routes=self.config.train.routing_replay)
 
     def scores(self, step: Step, rank: int) -> float:
         """Append scores and gate decisions of one rank and wait for the ack; in replay, compare scores with those recorded."""
@@ -122,12 +123,15 @@ class LogJournal:
                 _compare_column(plan.step, score.segment_id, column, then.get(column), getattr(score, column))
 
 
-def read_rows(reader: LogReader, segment_ids: Sequence[str]) -> list[Row]:
-    """Rows of the log in the order asked, digests checked."""
+def read_rows(reader: LogReader, segment_ids: Sequence[str], *, wants_routes: bool = False) -> list[Row]:
+    """Rows of the log in the order asked, digests checked; with their routed experts where those are wanted and were captured."""
     if not segment_ids:
         return []
-    batch = reader.cut().segments(list(segment_ids))
-    scalars = {name: batch.column(name).to_pylist() for name in ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode")}
+    cut = reader.cut()
+    batch = cut.segments(list(segment_ids))
+    names = ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode", "routing_digest")
+    scalars = {name: batch.column(name).to_pylist() for name in names}
+    routes = read_routes(cut, [digest for digest in scalars["routing_digest"] if digest is not None]) if wants_routes else {}
     return [
         Row(
             segment_id=scalars["segment_id"][place],
@@ -140,9 +144,27 @@ def read_rows(reader: LogReader, segment_ids: Sequence[str]) -> list[Row]:
             top_p=scalars["top_p"][place],
             top_k=scalars["top_k"][place],
             logprobs_mode=scalars["logprobs_mode"][place],
+            routes=routes.get(scalars["routing_digest"][place]),
         )
         for place, (low, high) in enumerate(pairwise(batch.offsets_S))
     ]
+
+
+def read_routes(cut: Cut, digests: Sequence[str]) -> dict[str | None, np.ndarray]:
+    """Routed experts by payload digest, each checked against its name. # (tokens, M, K)"""
+    if not digests:
+        return {}
+    named = ", ".join(f"'{digest}'" for digest in sorted(set(digests)))
+    rows = cut.table("payloads", ["payload_digest", "kind", "shape", "dtype", "data"], where=f"payload_digest in ({named})").to_pylist()
+    found: dict[str | None, np.ndarray] = {}
+    for row in rows:
+        if payload_name(row["kind"], row["shape"], row["dtype"], row["data"]) != row["payload_digest"]:
+            raise CorruptLogError(f"payload {row['payload_digest']}: its bytes do not have this digest; run molt verify")
+        found[row["payload_digest"]] = np.frombuffer(row["data"], np.dtype(row["dtype"])).reshape(row["shape"])
+    missing = sorted(set(digests) - set(found))
+    if missing:
+        raise CorruptLogError(f"payload {missing[0]}: a segment names it and the log does not hold it; run molt verify")
+    return found
 
 
 def recorded_scores(reader: LogReader, step: int, segment_ids: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:

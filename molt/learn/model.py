@@ -16,6 +16,7 @@ from molt.errors import SettingError
 from molt.learn import attention
 from molt.learn.logprob import head_logprobs, logits_logprobs
 from molt.learn.packing import Packed
+from molt.learn.routes import Routes
 
 
 class TokenScorer(nn.Module):
@@ -28,12 +29,16 @@ class TokenScorer(nn.Module):
         super().__init__()
         self.lm = lm
         self.attention_name = attention_name
+        self.routes: Routes | None = None
+        """Routing replay, where it is on."""
         head = lm.get_output_embeddings()
         self.has_plain_head = isinstance(head, nn.Linear) and not _scales_logits(lm.config)
 
     def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probs and (N,) entropies, nats, float32; the entropies are zeros unless wanted."""
         inputs = self.inputs(packed)
+        if self.routes is not None:
+            self.routes.lay(packed.routes_LMK)
         if not self.has_plain_head:
             logits_NV = self.lm(**inputs, logits_to_keep=packed.index_N).logits[0]
             return logits_logprobs(logits_NV, packed.target_N, packed.temperature_N)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from molt.errors import LineageError
+from molt.learn.routes import pack_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class Packed:
     """(N,) float32: softmax temperature that each was sampled at."""
     row_N: torch.Tensor
     """(N,) int64: row of each sampled token."""
+    routes_LMK: torch.Tensor | None = None
+    """(L, M, K) int16: experts that the engine chose, -1 where unknown; None without routing replay."""
 
     def to(self, device: torch.device) -> Packed:
         """The same micro-batch on another device."""
@@ -45,6 +48,7 @@ class Packed:
             target_N=self.target_N.to(device, non_blocking=True),
             temperature_N=self.temperature_N.to(device, non_blocking=True),
             row_N=self.row_N.to(device, non_blocking=True),
+            routes_LMK=None if self.routes_LMK is None else self.routes_LMK.to(device, non_blocking=True),
         )
 
 
@@ -52,6 +56,7 @@ def pack(
     token_ids: Sequence[np.ndarray],
     is_sampled: Sequence[np.ndarray],
     temperatures: Sequence[float] | None = None,
+    routes: Sequence[np.ndarray | None] | None = None,
 ) -> Packed:
     """Lay rows end to end. Raises LineageError for a row whose first token counts as sampled: nothing predicts it."""
     lengths = tuple(len(ids) for ids in token_ids)
@@ -74,6 +79,7 @@ def pack(
         target_N=torch.from_numpy(_joined(target, np.int64)),
         temperature_N=torch.from_numpy(scale[row_N]),
         row_N=torch.from_numpy(row_N),
+        routes_LMK=None if routes is None else pack_routes(routes, lengths),
     )
 
 

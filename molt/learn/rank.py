@@ -29,6 +29,7 @@ from molt.learn.beside import Beside, is_distilled, needs_critic, needs_frozen
 from molt.learn.journal import Journal
 from molt.learn.policy import Policy, Update
 from molt.learn.result import RecordedStep, Refusal, RefusalReason, StepResult
+from molt.learn.routes import Routes
 from molt.learn.rows import MicroBatch, Row, check_lineage, digest_of, micro_batches, row_digest
 from molt.learn.step import Columns, Step, WholeBatch
 from molt.learn.weights import sent_digest
@@ -48,6 +49,8 @@ class PolicyRank:
         self.beside = beside or Beside()
         self.kl_coef = config.algo.kl.coef
         """In force; the adaptive controller moves it after each step."""
+        self.routes: Routes | None = Routes.install(policy.scorer.lm) if config.train.routing_replay else None
+        policy.scorer.routes = self.routes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     def train(self, plan: StepPlan, recorded: RecordedStep | None = None, frozen: FrozenColumns | None = None) -> StepResult:
@@ -113,8 +116,13 @@ class PolicyRank:
         try:
             for place, row in rows.items():
                 check_lineage(plan.segments[place], row, is_corrected=is_corrected)
+                if self.routes is not None and row.routes is not None:
+                    self.routes.check(row.routes, f"segment {row.segment_id}")
         except LineageError as error:
             found = Refusal(reason=RefusalReason.LINEAGE, error=str(error))
+        if self.routes is not None and not any(exchange.gather(any(row.routes is not None for row in rows.values()))):
+            error = "train.routing_replay=true and no segment of the batch has routed experts"
+            found = found or Refusal(reason=RefusalReason.LINEAGE, error=error)
         return rows, exchange.first_refusal(found), log_s
 
     def _step(self, plan: StepPlan, rows: dict[int, Row], frozen: FrozenColumns | None) -> Step:
@@ -207,6 +215,11 @@ class PolicyRank:
                 loss.backward()
         if self.beside.critic is not None:
             self.beside.critic.accumulate(step)
+        if self.routes is not None:
+            step.sums.routes = self.routes.take_counts()
+            misrouted = self.routes.misrouted(step.sums.routes)
+            if misrouted is not None:
+                found = found or Refusal(reason=RefusalReason.LINEAGE, error=f"rank {self.rank}: {misrouted}")
         return exchange.first_refusal(found)
 
     def _loss_or_refusal(

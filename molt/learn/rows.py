@@ -33,6 +33,8 @@ class Row:
     top_p: float = 1.0
     top_k: int = 0
     logprobs_mode: str = "processed"
+    routes: np.ndarray | None = None
+    """(n_tokens, M, K) int16: routed experts by absolute position, -1 where unknown; None when none were captured."""
 
     def sampled(self, column: np.ndarray) -> np.ndarray:
         """A column at the sampled tokens only."""
@@ -95,7 +97,9 @@ def micro_batches(plan: StepPlan, rank: int, rows: dict[int, Row]) -> list[Micro
 
 def _micro_batch(places: tuple[int, ...], rows: Sequence[Row]) -> MicroBatch:
     """Pack one micro-batch; a dummy has a sampled token in its packed row and none in its columns."""
-    packed = pack([r.token_ids for r in rows], [r.is_sampled for r in rows], [r.temperature for r in rows]) if rows else dummy()
+    packed = dummy()
+    if rows:
+        packed = pack([r.token_ids for r in rows], [r.is_sampled for r in rows], [r.temperature for r in rows], [r.routes for r in rows])
     return MicroBatch(
         places=places,
         packed=packed,

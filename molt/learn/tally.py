@@ -14,6 +14,7 @@ from molt.algo.correction import Gate
 from molt.errors import NonFiniteError
 from molt.learn.policy import Update
 from molt.learn.result import Refusal, SegmentUse, StepResult
+from molt.learn.routes import RouteCounts, add_counts, route_metrics
 from molt.learn.rows import MicroBatch
 
 
@@ -40,6 +41,8 @@ class Sums:
     loss_sums: dict[str, float] = field(default_factory=dict)
     value_sums: dict[str, float] = field(default_factory=dict)
     """Of the critic; empty without one."""
+    routes: list[RouteCounts] = field(default_factory=list)
+    """By layer with experts; empty without routing replay."""
     reference_kl: float = 0.0
     """Sum of the divergence from the reference over trainable tokens, at step start."""
 
@@ -81,6 +84,7 @@ def total(parts: Sequence[Sums]) -> Sums:
         ):
             setattr(whole, name, getattr(whole, name) + getattr(part, name))
         whole.mismatch_max = max(whole.mismatch_max, part.mismatch_max)
+        whole.routes = add_counts([whole.routes, part.routes]) if whole.routes else part.routes
         for mine, theirs in ((whole.loss_sums, part.loss_sums), (whole.value_sums, part.value_sums)):
             for name, value in theirs.items():
                 mine[name] = mine.get(name, 0.0) + value
@@ -205,6 +209,7 @@ def _ratios(sums: Sums) -> dict[str, float]:
         "clipped_share": _mean(sums.loss_sums.get("n_clipped", 0.0), n_live) or 0.0,
         "policy_kl_mean": _mean(sums.loss_sums.get("kl", 0.0), n_live) or 0.0,
         **({"reference_kl_mean": sums.reference_kl / sums.n_trainable} if sums.reference_kl and sums.n_trainable else {}),
+        **(route_metrics(sums.routes) if sums.routes else {}),
         **_critic(sums.value_sums),
     }
 

@@ -46,6 +46,30 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
     return folder
 
 
+def make_moe(folder: Path, *, seed: int = 0) -> Path:
+    """A random mixture of experts: two layers of eight experts, two for a token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def make_config(model: Path, **changes: dict[str, Any]) -> Config:
     """Settings for tests: a fast learner, a tight band of micro-batches."""
     rooms: dict[str, dict[str, Any]] = {
