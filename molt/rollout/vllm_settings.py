@@ -109,8 +109,7 @@ def engine_arguments(
         "seed": 0,
     }
     if is_cuda:
-        arguments["gpu_memory_utilization"] = gpu_memory_utilization
-        arguments["enable_sleep_mode"] = enable_sleep
+        arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}
         if kv_cache_space_gib is not None:
             # Given in bytes, vLLM measures nothing at its start: what other processes on the GPU take meanwhile does not count as its own.
             arguments["kv_cache_memory_bytes"] = int(kv_cache_space_gib * 2**30)
