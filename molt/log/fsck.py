@@ -17,7 +17,7 @@ import orjson
 import pyarrow as pa
 from lance.dataset import LanceOperation
 
-from molt.errors import CorruptLogError, LogError
+from molt.errors import CorruptLogError
 from molt.log.batch import one_batch
 from molt.log.checked import is_panic, reason_of
 from molt.log.core import LogCore, existing_core
@@ -25,7 +25,7 @@ from molt.log.descriptor import NAME as DESCRIPTOR
 from molt.log.descriptor import ensure_descriptor, read_descriptor
 from molt.log.digest import row_digests
 from molt.log.heal import QUARANTINE, Healing, check_version, heal_table, manifest_name, manifests, open_version
-from molt.log.home import Home, LocalHome
+from molt.log.home import Home, home_at
 from molt.log.rows import event, to_arrow
 from molt.log.store import load_store
 from molt.log.table import LogTable
@@ -55,7 +55,7 @@ class Repair:
 
 def fsck(run_dir: str | Path, *, is_repairing: bool = False) -> Repair:
     """Examine a log, and mend it if told to. Needs the lease to repair."""
-    home = _home(run_dir)
+    home = home_at(run_dir)
     repair = Repair(is_repaired=is_repairing)
     _examine_descriptor(home, repair, run=Path(str(run_dir)).name, is_repairing=is_repairing)
     healed: list[Healing] = []
@@ -72,18 +72,6 @@ def fsck(run_dir: str | Path, *, is_repairing: bool = False) -> Repair:
         _declare_missing(core, repair)
     repair.after = verify_log(run_dir)
     return repair
-
-
-def _home(run_dir: str | Path) -> Home:
-    name = str(run_dir)
-    if name.startswith("s3://"):
-        from molt.log.s3 import S3Home
-
-        return S3Home(name, session_bytes=64 << 20)
-    root = Path(name).resolve() / "log"
-    if not root.is_dir():
-        raise LogError(f"run={run_dir}: no log there; give the folder of a run")
-    return LocalHome(root, is_synced=True, session_bytes=64 << 20)
 
 
 def _examine_descriptor(home: Home, repair: Repair, *, run: str, is_repairing: bool) -> None:

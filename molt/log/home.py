@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import lance
 
-from molt.errors import LogFullError
+from molt.errors import LogError, LogFullError
 from molt.log.store import Store
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -276,6 +276,19 @@ def find_home(run_dir: str | Path, *, session_bytes: int = 64 << 20) -> Home | N
     else:
         home = LocalHome(Path(name).resolve() / "log", is_synced=True, session_bytes=session_bytes)
     return home if home.read("LOG.json") is not None else None
+
+
+def home_at(run_dir: str | Path) -> Home:
+    """The home of a log whose LOG.json may be damaged or gone; LogError when there is no log at all."""
+    found = find_home(run_dir)
+    name = str(run_dir)
+    if found is None and not name.startswith("s3://"):
+        root = Path(name).resolve() / "log"
+        if root.is_dir():
+            return LocalHome(root, is_synced=True, session_bytes=64 << 20)
+    if found is None:
+        raise LogError(f"run={run_dir}: no log there; give the folder of a run")
+    return found
 
 
 def remove_log(run_dir: str | Path) -> None:

@@ -62,7 +62,8 @@ class LogReader:
             raise
         assert held is not None, "it was opened"
         if table not in self._datasets:
-            refuse_newer(table, held, self.descriptor)
+            with damage_named(f"log={self.home.where}: table {table}"):
+                refuse_newer(table, held, self.descriptor)
         self._datasets[table] = held
         return held
 

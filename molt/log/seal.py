@@ -46,10 +46,10 @@ def seal_log(core: LogCore, *, is_compacting: bool = True) -> Seal:
     cut = reader.cut()
     files: dict[str, dict[str, Any]] = {}
     for name in core.tables:
-        for path, lsns in _data_files(cut.dataset(name), name).items():
-            files[path] = lsns
+        lsns = _data_files(cut.dataset(name))
         for path in core.home.sizes(name):
-            files.setdefault(f"{name}.lance/{path}", {})
+            stem = path.removeprefix("data/").split("/")[0].removesuffix(".lance")
+            files[f"{name}.lance/{path}"] = lsns.get(stem, {})
     stable = {
         path: {"sha256": digest, **known}
         for path, known in sorted(files.items())
@@ -71,13 +71,13 @@ def seal_log(core: LogCore, *, is_compacting: bool = True) -> Seal:
     return seal
 
 
-def _data_files(dataset: Any, table: str) -> dict[str, dict[str, Any]]:
-    """lsn range of each data file."""
+def _data_files(dataset: Any) -> dict[str, dict[str, Any]]:
+    """lsn range of each data file and its blobs, by the stem of its name."""
     found = {}
     for fragment in dataset.get_fragments():
         lsns = dataset.scanner(columns=["lsn"], fragments=[fragment]).to_table()["lsn"].to_pylist()
         for file in fragment.metadata.files:
-            found[f"{table}.lance/data/{file.path}"] = {"lsn_first": min(lsns), "lsn_last": max(lsns)} if lsns else {}
+            found[file.path.removesuffix(".lance")] = {"lsn_first": min(lsns), "lsn_last": max(lsns)} if lsns else {}
     return found
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import lance
 import numpy as np
 import pyarrow as pa
 
-from molt.errors import MoltError
+from molt.errors import CorruptLogError, LogError, MoltError
 from molt.log.batch import one_batch
 from molt.log.checked import decode, is_panic, reason_of
 from molt.log.cut import Cut
 from molt.log.digest import merkle_root, row_digests
+from molt.log.heal import check_version, manifest_name, manifests
+from molt.log.home import Home, home_at
 from molt.log.reader import LogReader
 from molt.log.tombstone import KIND, LOST, Tombstones, runs_of, tombstones_of
 from molt.schema import TABLES
@@ -160,47 +163,74 @@ def root_at(cut: Cut) -> str:
     return merkle_root([digests[lsn] for lsn in sorted(digests)]).hex()
 
 
-def check_seal(reader: LogReader) -> list[Finding]:
-    """What differs from SEAL.json: the sealed files that still exist, and the root of the sealed rows."""
-    content = reader.home.read("SEAL.json")
+def _seal(home: Home) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """The fields of SEAL.json, or what is wrong with it."""
+    content = home.read("SEAL.json")
     if content is None:
-        return []
+        return None, []
     try:
-        seal = decode(content, "SEAL.json")
-        lsn_end, root, files = int(seal["lsn_end"]), str(seal["root"]), dict(seal["files"])
-    except (KeyError, TypeError, ValueError) as error:
-        return [Finding(table="", file="SEAL.json", lsn_first=None, lsn_last=None, what=f"is damaged: {error}")]
-    findings = []
-    for name, known in files.items():
-        found = reader.home.file_digest(name)
+        return decode(content, "SEAL.json"), []
+    except CorruptLogError as error:
+        return None, [Finding(table="", file="SEAL.json", lsn_first=None, lsn_last=None, what=str(error))]
+
+
+def check_files(home: Home) -> list[Finding]:
+    """Sealed files that still exist and hold something else."""
+    seal, findings = _seal(home)
+    for name, known in (seal or {"files": {}})["files"].items():
+        found = home.file_digest(name)
         if found is not None and found != known["sha256"]:
-            table = name.split(".lance")[0]
+            lsns = known.get("lsn_first"), known.get("lsn_last")
             findings.append(
-                Finding(
-                    table=table,
-                    file=name,
-                    lsn_first=known.get("lsn_first"),
-                    lsn_last=known.get("lsn_last"),
-                    what="differs from the sealed file",
-                )
+                Finding(table=name.split(".lance")[0], file=name, lsn_first=lsns[0], lsn_last=lsns[1], what="differs from the sealed file")
             )
+    return findings
+
+
+def check_root(reader: LogReader) -> list[Finding]:
+    """Whether the sealed rows still make the sealed root."""
+    seal, _ = _seal(reader.home)
+    if seal is None:
+        return []
+    lsn_end, root = int(seal["lsn_end"]), str(seal["root"])
     try:
         made = root_at(reader.cut(at=lsn_end))
     except (MoltError, OSError, ValueError) as error:
-        return [*findings, Finding(table="", file="", lsn_first=0, lsn_last=lsn_end, what=f"the sealed rows cannot be read: {error}")]
-    if made != root:
-        findings.append(Finding(table="", file="SEAL.json", lsn_first=0, lsn_last=lsn_end, what=f"root {made} is not the sealed {root}"))
+        return [Finding(table="", file="", lsn_first=0, lsn_last=lsn_end, what=f"the sealed rows cannot be read: {error}")]
+    if made == root:
+        return []
+    return [Finding(table="", file="SEAL.json", lsn_first=0, lsn_last=lsn_end, what=f"root {made} is not the sealed {root}")]
+
+
+def check_manifests(home: Home) -> list[Finding]:
+    """Newest manifests that do not open, or whose stamp cannot be trusted."""
+    findings = []
+    for table in TABLES:
+        for version in manifests(home, table)[:1]:
+            try:
+                check_version(home, table, version)
+            except BaseException as error:
+                if not isinstance(error, OSError | ValueError) and not is_panic(error):
+                    raise
+                name = manifest_name(table, version)
+                findings.append(Finding(table=table, file=name, lsn_first=None, lsn_last=None, what=f"does not open: {reason_of(error)}"))
     return findings
 
 
 def verify_log(run_dir: str | Path) -> Report:
     """Read the whole log and check it and its seal."""
     try:
+        home = home_at(run_dir)
+        findings = check_files(home)
         reader = LogReader.open(run_dir)
         report = verify_cut(reader.cut())
-    except BaseException as error:
-        if not isinstance(error, MoltError | OSError | ValueError | LookupError) and not is_panic(error):
-            raise
-        return Report(lsn_end=-1, findings=[Finding(table="", file="", lsn_first=None, lsn_last=None, what=f"cannot be opened: {error}")])
-    report.findings += check_seal(reader)
-    return report
+        report.findings += [*findings, *check_root(reader)]
+        return report
+    except (CorruptLogError, LogError) as error:
+        home = home_at(run_dir)
+        unopened = Finding(table="", file=_named_file(str(error)), lsn_first=None, lsn_last=None, what=f"cannot be opened: {error}")
+        return Report(lsn_end=-1, findings=[unopened, *check_files(home), *check_manifests(home)])
+
+
+def _named_file(text: str) -> str:
+    return "LOG.json" if "LOG.json" in text else ""
