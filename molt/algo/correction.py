@@ -80,9 +80,10 @@ def importance_gate(
         num_segments = int(segment_T[-1]) + 1 if len(segment_T) else 0
     trainable_T = torch.ones_like(segment_T, dtype=torch.bool) if is_trainable_T is None else is_trainable_T
     trainer_T, behaviour_T = trainer_logprobs_T.detach(), behaviour_logprobs_T.detach()
-    _refuse(trainer_T, behaviour_T, segment_T, trainable_T)
-    axes = _Segments(segment_T=segment_T, num_segments=num_segments, trainable_T=trainable_T)
     log_ratio_T = torch.where(trainable_T, trainer_T.double() - behaviour_T.double(), 0.0)
+    if not bool(torch.isfinite(log_ratio_T).all()):
+        _refuse(trainer_T, behaviour_T, segment_T, trainable_T)
+    axes = _Segments(segment_T=segment_T, num_segments=num_segments, trainable_T=trainable_T)
     if advantage.is_correction_level == "off":
         _refuse_mixed(axes, version_T)
         weight_T, kept_T = torch.ones_like(log_ratio_T, dtype=torch.float64), trainable_T

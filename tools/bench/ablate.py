@@ -15,6 +15,7 @@ from molt.ablate.measure import Tally
 from molt.ablate.record import ScoredRun
 from molt.ablate.report import make_report
 from molt.ablate.variants import baseline_of, parse_grid
+from molt.cli.programs import load_program
 from molt.config import Config
 from tools.bench.made_run import make_run
 
@@ -52,8 +53,8 @@ def measure(where: Path) -> dict[str, float]:
     grid = parse_grid(ESTIMATORS, GATES, [], ["token-mean"])
     tally = Tally(grid=grid, config=run.config, baseline=baseline_of(grid, None), num_resamples=400, seed=0)
     peaks = []
-    for step in run.steps():
-        tally.add(step)
+    for found in load_program("ablate").measured(tally, run, num_threads=2):
+        tally.take(found)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     report = make_report(tally, run=where.name, lsn=run.cut.lsn, skipped={})
     seconds = time.monotonic() - begun
