@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 
 VARIABLES: dict[str, str] = {
-    "MOLT_LOG_LEVEL": "level of the log files of a run: debug, info, warning or error; info when absent",
     "MOLT_CRASHPOINT": "name of the point at which a test kills the process; only tests set it",
     "MOLT_TRACEBACK": "1 shows the traceback of an error that is told in a box otherwise",
     "NO_COLOR": "any value turns colours off",
@@ -15,11 +14,9 @@ VARIABLES: dict[str, str] = {
     "CUDA_VISIBLE_DEVICES": "GPUs that a process may see",
     "VLLM_CPU_KVCACHE_SPACE": "GiB of cache of a vLLM engine on the CPU",
     "VLLM_CPU_OMP_THREADS_BIND": "cores that a vLLM engine on the CPU binds its threads to",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0 runs the core of a vLLM engine in the process that asks for it",
     "VLLM_LOGGING_LEVEL": "level of what vLLM prints",
     "VLLM_NO_USAGE_STATS": "1 keeps vLLM from sending usage figures",
     "TORCHDYNAMO_DISABLE": "1 keeps torch from tracing programs",
-    "VLLM_USE_V1": "engine generation of vLLM",
     "VLLM_BATCH_INVARIANT": "1 takes kernels of vLLM whose result does not depend on the batch",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1 lets vLLM send functions to its workers",
     "RAY_USAGE_STATS_ENABLED": "0 keeps Ray from sending usage figures",
@@ -32,7 +29,7 @@ VARIABLES: dict[str, str] = {
     "AWS_ENDPOINT_URL": "address of an object store",
     "AWS_REGION": "region of an object store",
 }
-"""Name of each variable that Molt reads or sets, and what it means. `read` and `set_default` refuse any other."""
+"""Name of each variable that Molt reads, sets or records, and what it means. `read` and `set_default` refuse any other."""
 
 QUIET: dict[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",

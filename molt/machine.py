@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from molt import environ
 from molt.config import Config
 from molt.errors import SettingError
 
@@ -45,8 +46,14 @@ def packages() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Cores that this process may use, memory and GPUs."""
-    return {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(_memory_bytes() / 2**30, 1), "gpus": gpus()}
+    """Cores that this process may use, memory, GPUs, and the variables of the environment that are set and known to matter."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "gpus": gpus(),
+        "environment": environ.recorded(),
+    }
 
 
 def gpus() -> list[str]:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from molt.config import Config
+from molt.view.journal import Journal
 from molt.view.line import key_values, rejected_share, step_line
 from molt.view.pace import Pace, duration
 from molt.view.plain import plain
@@ -69,6 +70,7 @@ class Progress:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._live: Live | None = None
+        self._journal = Journal(run.path) if run is not None else None
 
     def __enter__(self) -> Self:
         if self._file.isatty():
@@ -83,6 +85,8 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
+        if self._journal is not None:
+            self._journal.close(error)
         if self._live is not None:
             self._live.stop()
         if self._thread is not None:
@@ -102,6 +106,7 @@ class Progress:
             self.figures = figures
             self._said = now
             line = step_line(figures, self.pace)
+        self._keep(line)
         if self._live is None:
             self._print(line)
 
@@ -109,6 +114,7 @@ class Progress:
         """Say one line."""
         with self._lock:
             self._said = self._clock()
+        self._keep(key_values({"note": text}))
         if self._live is not None:
             self._live.console.print(Text(plain(text)))
         else:
@@ -146,7 +152,12 @@ class Progress:
                 if is_due:
                     self._said = now
             if is_due:
+                self._keep(line)
                 self._print(line)
+
+    def _keep(self, line: str) -> None:
+        if self._journal is not None:
+            self._journal.add(line)
 
     def _print(self, line: str) -> None:
         print(line, file=self._file, flush=True)

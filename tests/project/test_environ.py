@@ -20,8 +20,8 @@ def test_unknown_variable_is_a_fault_of_ours() -> None:
 
 
 def test_empty_is_absent(monkeypatch) -> None:
-    monkeypatch.setenv("MOLT_LOG_LEVEL", "")
-    assert environ.read("MOLT_LOG_LEVEL", "info") == "info"
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert environ.read("RAY_ADDRESS", "local") == "local"
 
 
 @pytest.mark.parametrize(("value", "is_set"), [("1", True), ("yes", True), ("0", False), ("false", False), ("", False)])
@@ -46,6 +46,11 @@ def test_secrets_reach_neither_the_record_nor_the_run_folder(monkeypatch, tmp_pa
     assert CANARY not in told
     assert environ.recorded()["AWS_SECRET_ACCESS_KEY"] == "(set)"
     assert not any(CANARY in path.read_text() for path in run.path.rglob("*") if path.is_file())
+
+
+def test_what_steers_numbers_is_recorded(monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert machine.hardware()["environment"]["OMP_NUM_THREADS"] == "7"
 
 
 def test_code_digest_depends_on_what_it_is_given(tmp_path: Path) -> None:

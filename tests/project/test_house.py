@@ -112,7 +112,8 @@ def test_nothing_is_unpickled_from_disk(trees: dict[str, ast.Module]) -> None:
                 continue
             called = ast.unparse(node.func)
             if called in ("pickle.load", "pickle.loads", "dill.load", "joblib.load") or (
-                called == "torch.load" and not any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+                called == "torch.load"
+                and not any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
             ):
                 found.append(f"{path}:{node.lineno} {called}")
     assert found == []

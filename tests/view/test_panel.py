@@ -9,6 +9,8 @@ import time
 import pytest
 
 from molt.config import Config
+from molt.runs import create_run
+from molt.settings import resolve
 from molt.view.line import key_values, step_line
 from molt.view.pace import Pace, duration
 from molt.view.panel import Progress
@@ -141,3 +143,18 @@ def test_panel_runs_on_a_terminal() -> None:
         progress.note("a note above the panel")
     assert "a note above the panel" in file.getvalue()
     assert "Ctrl-C drains, twice aborts" in file.getvalue()
+
+
+def test_lines_are_kept_in_the_folder_of_the_attempt(tmp_path) -> None:
+    run = create_run(resolve([], ["--run.dir", str(tmp_path), "--run.name", "r"]))
+    run.begin_attempt()
+    with pytest.raises(ZeroDivisionError), Progress(Config(), run=run, num_steps=4, file=io.StringIO()) as progress:
+        progress.note("before the attempt has its folder")
+        run.begin_attempt()
+        progress.step(FIGURES)
+        _ = 1 // 0
+    assert not (run.attempt_logs(1) / "driver.log").exists()
+    lines = (run.attempt_logs(2) / "driver.log").read_text().splitlines()
+    assert 'note="before the attempt has its folder"' in lines[1]
+    assert " step=1 of=4 " in lines[2]
+    assert lines[-1].startswith("ZeroDivisionError")
