@@ -12,8 +12,10 @@ inputs.returns. A critic's estimator returns (advantages_T, returns_T).
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -80,6 +82,21 @@ def _origin(function: EstimatorFunction) -> str:
 def estimator_names() -> list[str]:
     """Names of all registered estimators, sorted."""
     return sorted(_ESTIMATORS)
+
+
+def estimator_file(name: str) -> str | None:
+    """The file outside this package that registered an estimator, for other processes to load; None for a built-in one."""
+    path = get_estimator(name).function.__code__.co_filename
+    return None if path == __file__ else path
+
+
+def load_estimators(path: str) -> None:
+    """Run an agent or pipeline file for what it registers, unless its estimators are known already."""
+    if any(chosen.function.__code__.co_filename == path for chosen in _ESTIMATORS.values()):
+        return
+    if not Path(path).is_file():
+        raise SettingError(f"algo.advantage.estimator is registered in {path}, which is not there; give the file to every host")
+    runpy.run_path(path)
 
 
 def get_estimator(name: str) -> Estimator:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from molt.algo.advantage import compute_advantages, estimator, estimator_names, get_estimator
+from molt.algo.estimators import estimator_file, load_estimators
 from molt.errors import NonFiniteError, SettingError
 from tests.algo.build import algo, batch_of, group
 
@@ -228,6 +229,23 @@ def test_a_user_registers_an_estimator_in_a_file(tmp_path):
         exec(compile(path.read_text(), str(path), "exec"), {})
     assert "test_best_of" in estimator_names()
     assert advantages("test_best_of", group([0.0, 3.0], length=2)).tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_another_process_finds_the_file_of_an_estimator(tmp_path):
+    path = tmp_path / "pipeline.py"
+    path.write_text(
+        "from molt.algo.estimators import estimator\n"
+        "@estimator('test_from_pipeline')\n"
+        "def constant(inputs):\n"
+        "    return inputs.spread(inputs.reward_U * 0 + 1)\n"
+    )
+    load_estimators(str(path))
+    load_estimators(str(path))
+    assert estimator_file("test_from_pipeline") == str(path)
+    assert estimator_file("grpo") is None
+    assert advantages("test_from_pipeline", group([0.0])).tolist() == [1.0]
+    with pytest.raises(SettingError, match="which is not there"):
+        load_estimators(str(tmp_path / "gone.py"))
 
 
 def test_a_name_of_another_file_is_not_taken():
