@@ -110,14 +110,7 @@ def engine_arguments(
     }
     if is_cuda:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}
-        if kv_cache_space_gib is not None:
-            # Given in bytes, vLLM measures nothing at its start: what other processes on the GPU take meanwhile does not count as its own.
-            arguments["kv_cache_memory_bytes"] = int(kv_cache_space_gib * 2**30)
-        if not is_compiled and not enforce_eager:
-            arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        if tensor_parallel_size > 1:
-            # vLLM would choose Ray inside an actor, and find no seats for its own workers there.
-            arguments["distributed_executor_backend"] = "mp"
+        arguments |= _further_on_cuda(is_compiled or enforce_eager, kv_cache_space_gib, tensor_parallel_size)
         if capture_routes:
             arguments["enable_return_routed_experts"] = True
         if transport != "file":
@@ -129,4 +122,17 @@ def engine_arguments(
             arguments["enable_prefix_caching"] = False
     if num_speculative_tokens:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_speculative_tokens}
+    return arguments
+
+
+def _further_on_cuda(is_compiled: bool, kv_cache_space_gib: float | None, tensor_parallel_size: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if kv_cache_space_gib is not None:
+        # Given in bytes, vLLM measures nothing at its start: what other processes on the GPU take meanwhile does not count as its own.
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_space_gib * 2**30)
+    if not is_compiled:
+        arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if tensor_parallel_size > 1:
+        # vLLM would choose Ray inside an actor, and find no seats for its own workers there.
+        arguments["distributed_executor_backend"] = "mp"
     return arguments

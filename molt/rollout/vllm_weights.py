@@ -109,8 +109,8 @@ class VllmWeights:
             for chunk in _updates(source):
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=chunk))
             await self._llm.finish_weight_update()
-            answers = await self.ask("molt_tap_close")
             load_s = time.perf_counter() - begin
+            answers = await self.ask("molt_tap_close")
             self._compare(source, answers)
         except Exception as error:
             on_unfit(f"a refit by {source.transport} broke off ({type(error).__name__}: {error}); it needs another one")

@@ -19,6 +19,7 @@ from molt.rollout.weights import digest_tensors, read_tensors, read_weights
 
 Pair = tuple[str, torch.Tensor]
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_SPARE_BYTES = 4 << 30
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
@@ -113,7 +114,7 @@ class RefitExtension:
         if not current_platform.is_cpu():
             return
         for module in self.model_runner.get_model().modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
@@ -136,7 +137,7 @@ class RefitExtension:
 
 
 class _Tap:
-    """Stands between a weight loader and the model and notes every tensor that passes, as a copy in host memory."""
+    """Stands between a weight loader and the model and notes every tensor that passes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -153,8 +154,7 @@ class _Tap:
 
     def _pass(self, weights: Iterable[Pair]) -> Iterator[Pair]:
         for name, tensor in weights:
-            # A copy, because a transfer engine uses its buffers again; on the CPU the tensor is the file's own page.
-            self._copies[name] = tensor.detach() if tensor.device.type == "cpu" else tensor.detach().to("cpu", copy=True)
+            self._copies[name] = _kept(tensor.detach())
             yield name, tensor
 
     def __exit__(self, *_: object) -> None:
@@ -165,6 +165,14 @@ class _Tap:
         found = digest_tensors(self._copies)
         self._copies.clear()
         return found
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """What stays readable: on the CPU the file's own page, on a GPU a copy there while room is ample, else one in host memory."""
+    if tensor.device.type == "cpu":
+        return tensor
+    is_ample = torch.cuda.mem_get_info(tensor.device)[0] > tensor.numel() * tensor.element_size() + _SPARE_BYTES
+    return tensor.clone() if is_ample else tensor.to("cpu", copy=True)
 
 
 def _holds(parameters: dict[str, torch.nn.Parameter], name: str, sent: torch.Tensor) -> bool:
