@@ -16,7 +16,7 @@ from molt.errors import CorruptLogError, FencedError, LogError
 from molt.log.crash import crashpoint
 from molt.log.descriptor import ensure_descriptor, read_descriptor
 from molt.log.heal import Healing, heal_table
-from molt.log.home import Home, LocalHome, find_home, home_of
+from molt.log.home import FULL, Home, LocalHome, find_home, full_error, home_of
 from molt.log.lease import take_lease
 from molt.log.stamp import LogState, Stamp, newest_stamp
 from molt.log.store import Store
@@ -49,9 +49,12 @@ class LogCore:
         self._is_repairing = healed is not None
         self.healings: list[Healing] = list(healed or ())
         """Manifests that were set aside, here or by a repair before."""
-        if isinstance(home, LocalHome):
-            home.root.mkdir(parents=True, exist_ok=True)
-        self.lease = take_lease(home, store, steal=steal)
+        try:
+            if isinstance(home, LocalHome):
+                home.root.mkdir(parents=True, exist_ok=True)
+            self.lease = take_lease(home, store, steal=steal)
+        except OSError as error:
+            raise (full_error(error, home.where) if error.errno in FULL else error) from error
         crashpoint("open.after_lease")
         try:
             ensure_descriptor(home, store, run)

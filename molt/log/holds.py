@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from molt.errors import CorruptLogError
+from molt.errors import CorruptLogError, LogFullError
 from molt.log.checked import decode, encode
 from molt.log.home import Home
 
@@ -22,7 +22,10 @@ def hold(home: Home, versions: Mapping[str, int], owner: Any) -> None:
     """Keep those versions readable until the owner is collected or this process is gone."""
     name = f"{READERS}{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.json"
     content = {"versions": dict(versions), "pid": os.getpid(), "host": socket.gethostname(), "until": time.time() + HOLD_LIMIT_S}
-    home.write(name, encode(content))
+    try:
+        home.write(name, encode(content))
+    except LogFullError:
+        return  # a log that cannot be written to is not cleaned up either
     weakref.finalize(owner, home.delete, name)
 
 
