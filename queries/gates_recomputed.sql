@@ -26,7 +26,7 @@ decisions as (
         end as mismatch_low,
         case
             when settings.low is not null or settings.high is not null then settings.high
-            when compares = 'kl' then 0.05 when compares = 'tv' then 0.2 else default_bands.high
+            when compares = 'kl' then 0.05 when compares = 'tv' then 0.15 else default_bands.high
         end as mismatch_high
     from gate_decided left join settings using (attempt) left join default_bands using (level, mode)
 ),
@@ -71,35 +71,45 @@ measured as (
 ),
 totals as (
     select
-        *, case level when 'seq' then list_sum(list_where(measure, in_mismatch)) when 'geo' then list_avg(list_where(measure, in_mismatch)) end
+        *, coalesce(case level when 'seq' then list_sum(list_where(measure, in_mismatch)) when 'geo' then list_avg(list_where(measure, in_mismatch)) end, 0)
             as of_mismatch,
-        case level when 'seq' then list_sum(list_where(measure, in_rest)) when 'geo' then list_avg(list_where(measure, in_rest)) end as of_rest
+        coalesce(case level when 'seq' then list_sum(list_where(measure, in_rest)) when 'geo' then list_avg(list_where(measure, in_rest)) end, 0) as of_rest
     from measured
 ),
 compared as (
     select
-        *, list_transform(list_zip(measure, is_mismatch), lambda t:
-            case when level not in ('seq', 'geo') then t[1] when t[2] then of_mismatch else of_rest end) as compared,
+        *, level in ('seq', 'geo') as is_shared,
+        of_mismatch between coalesce(mismatch_low, of_mismatch) and coalesce(mismatch_high, of_mismatch)
+            and of_rest between coalesce(low, of_rest) and coalesce(high, of_rest) as shared_fits,
+        least(
+            abs(of_mismatch - coalesce(mismatch_low, '-infinity'::double)), abs(of_mismatch - coalesce(mismatch_high, 'infinity'::double)),
+            abs(of_rest - coalesce(low, '-infinity'::double)), abs(of_rest - coalesce(high, 'infinity'::double))) as shared_distance,
+        case mode when 'mask' then of_mismatch when 'clip' then least(greatest(of_mismatch, coalesce(mismatch_low, of_mismatch)), coalesce(mismatch_high, of_mismatch))
+            else least(of_mismatch, coalesce(mismatch_high, of_mismatch)) end as bounded_mismatch,
+        case mode when 'mask' then of_rest when 'clip' then least(greatest(of_rest, coalesce(low, of_rest)), coalesce(high, of_rest))
+            else least(of_rest, coalesce(high, of_rest)) end as bounded_rest,
         list_transform(is_mismatch, lambda x: case when x then mismatch_low else low end) as lows,
         list_transform(is_mismatch, lambda x: case when x then mismatch_high else high end) as highs
     from totals
 ),
 decided as (
     select
-        *,
-        list_transform(list_zip(compared, lows, highs, is_trainable), lambda t:
-            t[4] and (level = 'off' or mode <> 'mask' or (t[1] >= coalesce(t[2], t[1]) and t[1] <= coalesce(t[3], t[1])))) as is_kept,
-        list_transform(list_zip(compared, lows, highs), lambda t: level <> 'off' and mode = 'mask'
-            and least(abs(t[1] - coalesce(t[2], '-infinity'::double)), abs(t[1] - coalesce(t[3], 'infinity'::double))) < 1e-9) as is_on_edge
+        *, exp(least(greatest(bounded_mismatch, -20), 20)) * exp(least(greatest(bounded_rest, -20), 20)) as shared_weight,
+        list_transform(list_zip(measure, lows, highs, is_trainable), lambda t: t[4] and (level = 'off' or mode <> 'mask' or case
+            when is_shared then shared_fits else t[1] >= coalesce(t[2], t[1]) and t[1] <= coalesce(t[3], t[1]) end)) as is_kept,
+        list_transform(list_zip(measure, lows, highs), lambda t: level <> 'off' and mode = 'mask' and case
+            when is_shared then shared_distance
+            else least(abs(t[1] - coalesce(t[2], '-infinity'::double)), abs(t[1] - coalesce(t[3], 'infinity'::double))) end < 1e-9) as is_on_edge
     from compared
 ),
 weighed as (
     select
-        *, list_transform(list_zip(compared, own, lows, highs, is_kept), lambda t: case
+        *, list_transform(list_zip(measure, own, lows, highs, is_kept), lambda t: case
             when not t[5] then 0
             when level = 'off' then 1
+            when is_shared and not (mode = 'mask' and (compares <> 'ratio' or level = 'geo')) then shared_weight
             else exp(least(greatest(case
-                when mode = 'mask' then case when compares <> 'ratio' or level = 'geo' then t[2] else t[1] end
+                when mode = 'mask' then t[2]
                 when mode = 'clip' then least(greatest(t[1], coalesce(t[3], t[1])), coalesce(t[4], t[1]))
                 else least(t[1], coalesce(t[4], t[1]))
             end, -20), 20))

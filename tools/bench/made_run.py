@@ -140,7 +140,13 @@ def _scores(
         teacher_logprobs_T=extras["teacher"],
     ).advantages_T
     gate = importance_gate(
-        trainer_T, behaviour_T, batch.segment_T, config.algo, num_segments=batch.num_segments, version_T=None, trainer_version=plan.step
+        trainer_T,
+        behaviour_T,
+        batch.segment_T,
+        config.algo,
+        num_segments=batch.num_segments,
+        version_T=version_T,
+        trainer_version=plan.step,
     )
     bounds = np.concatenate([[0], np.cumsum(batch.lengths_S.numpy())])
     scores, events = [], []

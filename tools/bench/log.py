@@ -1,0 +1,382 @@
+"""The log against plain Lance, Parquet, Arrow IPC and numpy.memmap, as ratios in one run.
+
+Run: python -m tools.bench.log            all parts, evidence in docs/evidence/log-bench.json
+     python -m tools.bench.log --parts append,take
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from molt.log.core import LogCore, open_core
+from molt.log.home import LocalHome
+from molt.log.producer import Producer
+from molt.log.reader import LogReader
+from molt.log.rows import Payload, to_arrow
+from molt.log.store import load_store
+from molt.log.table import FORMAT
+from molt.log.upkeep import Upkeep
+from molt.log.verify import root_at
+from molt.log.writer import LogWriter
+from tools.bench.log_data import batches, segments, with_lsn
+from tools.faults.evidence import keep
+
+Figures = dict[str, Any]
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Wall time of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _core(folder: Path, name: str, store: str) -> LogCore:
+    return open_core(folder / name, load_store(store), run="run", attempt=1)
+
+
+def bench_append(folder: Path) -> tuple[Figures, dict[str, bool]]:
+    """Rows of 1,000 tokens in batches of 512: encode and commit."""
+    rounds, rows = 12, 512
+    made = batches(rounds, rows)
+    tables = [with_lsn(batch, index * rows) for index, batch in enumerate(made)]
+    process, durable = _core(folder, "process", "process"), _core(folder, "durable", "durable")
+    plain, parquet, ipc = folder / "plain.lance", folder / "parquet", folder / "ipc"
+    parquet.mkdir()
+    ipc.mkdir()
+    ids = np.memmap(folder / "ids.bin", np.int32, "w+", shape=(rounds * rows * 1000,))
+    logprobs = np.memmap(folder / "logprobs.bin", np.float32, "w+", shape=(rounds * rows * 1000,))
+
+    def write_memmap(index: int) -> None:
+        values = np.asarray(made[index]["token_ids"].values)
+        start = index * len(values)
+        ids[start : start + len(values)] = values
+        logprobs[start : start + len(values)] = made[index]["behaviour_logprobs"].values.to_numpy(zero_copy_only=False)
+        ids.flush()
+        logprobs.flush()
+
+    def write_ipc(index: int) -> None:
+        with pa.ipc.new_file(str(ipc / f"{index}.arrow"), tables[index].schema) as stream:
+            stream.write_table(tables[index])
+
+    writers: dict[str, Callable[[int], Any]] = {
+        "molt, process": lambda index: process.commit_group({"segments": [made[index]]}, {"p": (index, "")}),
+        "molt, durable": lambda index: durable.commit_group({"segments": [made[index]]}, {"p": (index, "")}),
+        "plain Lance": lambda index: lance.write_dataset(
+            tables[index], plain, mode="append" if index else "create", data_storage_version=FORMAT
+        ),
+        "Parquet zstd": lambda index: pq.write_table(tables[index], parquet / f"{index}.parquet", compression="zstd"),
+        "Arrow IPC": write_ipc,
+        "numpy.memmap": write_memmap,
+    }
+    times: dict[str, list[float]] = {name: [] for name in writers}
+    for index in range(rounds):
+        for name, write in writers.items():
+            times[name].append(seconds(lambda write=write, index=index: write(index)))
+    per_s = {name: rows / statistics.median(taken[2:]) for name, taken in times.items()}
+    sizes = {
+        "molt": _data_bytes(process),
+        "plain Lance": sum(path.stat().st_size for path in (plain / "data").iterdir()),
+        "Parquet zstd": sum(path.stat().st_size for path in parquet.iterdir()),
+        "Arrow IPC": sum(path.stat().st_size for path in ipc.iterdir()),
+    }
+    tokens = rounds * rows * 1000
+    figures = {
+        "rows/s": per_s,
+        "bytes a token": {name: size / tokens for name, size in sizes.items()},
+        "process / plain Lance": per_s["molt, process"] / per_s["plain Lance"],
+        "process / Parquet zstd": per_s["molt, process"] / per_s["Parquet zstd"],
+        "durable / process": per_s["molt, durable"] / per_s["molt, process"],
+        "bytes / raw 8 bytes": sizes["molt"] / tokens / 8,
+    }
+    process.close()
+    durable.close()
+    return figures, {
+        "append >= 0.9 x plain Lance": figures["process / plain Lance"] >= 0.9,
+        "append >= 1.5 x Parquet zstd": figures["process / Parquet zstd"] >= 1.5,
+        "durable >= 0.6 x of that": figures["durable / process"] >= 0.6,
+        "<= 0.70 x raw bytes a token": figures["bytes / raw 8 bytes"] <= 0.70,
+    }
+
+
+def _data_bytes(core: LogCore) -> int:
+    return sum(size for name, size in core.home.sizes("segments").items() if name.startswith("data/"))
+
+
+def bench_commits(folder: Path) -> tuple[Figures, dict[str, bool]]:
+    """10,000 commits of one row of 1,000 tokens, with upkeep: latency, manifests, memory."""
+    commits = 10_000
+    made = batches(64, 1)
+    core = _core(folder, "commits", "process")
+    upkeep = Upkeep(core)
+    latencies, stalls, peak_share = [], [], 0.0
+    memory = []
+    for index in range(commits):
+        latencies.append(seconds(lambda index=index: core.commit_group({"segments": [made[index % 64]]}, {"p": (index, "")})))
+        stalls.append(seconds(upkeep.run))
+        if index % 1000 == 999:
+            memory.append(_resident_mib())
+            sizes = core.home.sizes("segments")
+            data = sum(size for name, size in sizes.items() if name.startswith("data/"))
+            peak_share = max(peak_share, (sum(sizes.values()) - data) / data)
+    medians = [statistics.median(latencies[start : start + 1000]) * 1e3 for start in range(0, commits, 1000)]
+    total = [a + b for a, b in zip(latencies, stalls, strict=True)]
+    figures = {
+        "median ms by thousand": medians,
+        "p99 ms by thousand": [float(np.quantile(latencies[start : start + 1000], 0.99)) * 1e3 for start in range(0, commits, 1000)],
+        "last / first thousand": medians[-1] / medians[0],
+        "mean ms with upkeep by thousand": [statistics.mean(total[start : start + 1000]) * 1e3 for start in range(0, commits, 1000)],
+        "longest upkeep ms": max(stalls) * 1e3,
+        "live fragments": core.tables["segments"].num_fragments,
+        "manifest share of data at worst": peak_share,
+        "resident MiB by thousand": memory,
+        "growth MiB": memory[-1] - memory[0],
+    }
+    core.close()
+    return figures, {
+        "commit latency flat within 2 x over 10,000 commits": max(medians) <= 2 * min(medians),
+        "manifests <= 5 % of data": peak_share <= 0.05,
+        "writer grows < 50 MB": figures["growth MiB"] < 50,
+        "< 1,000 live fragments": figures["live fragments"] < 1000,
+    }
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def bench_visible(folder: Path) -> tuple[Figures, dict[str, bool]]:
+    """From append to seen by a tail that polls all the time."""
+    store = load_store("durable")
+    window = store.commit.window_ms
+    waits = []
+    with LogWriter.open(folder / "visible", run="run", store=store) as writer:
+        producer = Producer(writer, "p")
+        tail = LogReader.open(folder / "visible").tail("segments", ["segment_id"])
+        for number, segment in enumerate(segments(60)):
+            started = time.perf_counter()
+            message = producer._message([segment], [], [], [], [], False)
+            writer.submit(message)
+            while not len(tail.poll()):
+                time.sleep(0.001)
+            if number > 5:
+                waits.append((time.perf_counter() - started) * 1e3)
+    median = statistics.median(waits)
+    return {"window ms": window, "median ms": median, "p95 ms": float(np.quantile(waits, 0.95))}, {
+        "visible <= window + 30 ms": median <= window + 30
+    }
+
+
+def _filled(folder: Path, rows: int) -> tuple[Path, pa.Table]:
+    """A compacted log of that many rows, and the same rows as one table."""
+    run_dir = folder / f"rows{rows}"
+    made = batches(rows // 512, 512)
+    if not run_dir.exists():
+        core = open_core(run_dir, load_store("process"), run="run", attempt=1)
+        for index, batch in enumerate(made):
+            core.commit_group({"segments": [batch]}, {"p": (index, "")})
+        Upkeep(core).compact(core.tables["segments"], is_full=True)
+        core.close()
+    return run_dir, pa.concat_tables(with_lsn(batch, index * 512) for index, batch in enumerate(made))
+
+
+def bench_scan(folder: Path) -> tuple[Figures, dict[str, bool]]:
+    """Every row of a log as packed torch tensors, against an Arrow scan of the same columns."""
+    import torch
+
+    run_dir, table = _filled(folder, 16 * 512)
+    columns = ["token_ids", "behaviour_logprobs", "spans"]
+    cut = LogReader.open(run_dir).cut()
+
+    def to_torch(verify: bool) -> None:
+        for batch in cut.batches(columns=None if verify else columns, verify=verify):
+            parts = batch.token_ids_T, batch.behaviour_logprobs_T, batch.is_trainable_T, batch.policy_version_T
+            for part in parts:
+                torch.from_numpy(part if part.flags.writeable else part.view())
+
+    def arrow_only() -> None:
+        cut.dataset("segments").to_table(columns=columns)
+
+    def arrow_all() -> None:
+        cut.dataset("segments").to_table()
+
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that Arrow's memory is read-only; nothing here writes to it
+        taken = _medians(
+            {
+                "torch": lambda: to_torch(False),
+                "torch, every digest checked": lambda: to_torch(True),
+                "Arrow": arrow_only,
+                "Arrow, all columns": arrow_all,
+            }
+        )
+    tokens = int(pa.compute.sum(table["n_tokens"]).as_py())
+    figures = {
+        "tokens/s": {name: tokens / value for name, value in taken.items()},
+        "torch / Arrow": taken["Arrow"] / taken["torch"],
+        "torch, every digest checked / Arrow, all columns": taken["Arrow, all columns"] / taken["torch, every digest checked"],
+    }
+    return figures, {"scan to packed torch >= 0.7 x Arrow-only": figures["torch / Arrow"] >= 0.7}
+
+
+def _medians(works: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 1):
+        for name, work in works.items():
+            times[name].append(seconds(work))
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def bench_take(folder: Path) -> tuple[Figures, dict[str, bool]]:
+    """32 random segments: ids, log-probs, spans."""
+    run_dir, table = _filled(folder, 16 * 512)
+    columns = ["token_ids", "behaviour_logprobs", "spans"]
+    path, parquet = folder / "take.arrow", folder / "take.parquet"
+    with pa.ipc.new_file(str(path), table.schema) as stream:
+        stream.write_table(table, max_chunksize=512)
+    pq.write_table(table, parquet, compression="zstd", row_group_size=512)
+    chance = np.random.default_rng(0)
+    picks = [np.sort(chance.choice(len(table), 32, replace=False)) for _ in range(8)]
+    names = table["segment_id"].to_pylist()
+    cut = LogReader.open(run_dir).cut()
+    cut.segments(names[:1])
+    mapped = pa.ipc.open_file(pa.memory_map(str(path))).read_all().select(columns)
+
+    def each(work: Callable[[np.ndarray], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for pick in picks:
+                work(pick)
+
+        return run
+
+    taken = _medians(
+        {
+            "molt": each(lambda pick: cut.segments([names[place] for place in pick], verify=False, columns=columns)),
+            "molt, all columns, every digest checked": each(lambda pick: cut.segments([names[place] for place in pick])),
+            "Arrow IPC, memory-mapped": each(lambda pick: mapped.take(pa.array(pick)).combine_chunks()),
+        }
+    )
+    taken["Parquet zstd"] = statistics.median(
+        seconds(lambda: pq.read_table(parquet, columns=columns).take(pa.array(picks[0]))) * 8 for _ in range(3)
+    )
+    figures = {
+        "ms for 32": {name: value / 8 * 1e3 for name, value in taken.items()},
+        "molt / memory-mapped Arrow IPC": taken["molt"] / taken["Arrow IPC, memory-mapped"],
+        "Parquet / molt": taken["Parquet zstd"] / taken["molt"],
+    }
+    return figures, {
+        "take(32) <= 1.5 x memory-mapped IPC": figures["molt / memory-mapped Arrow IPC"] <= 1.5,
+        "take(32) >= 100 x faster than Parquet": figures["Parquet / molt"] >= 100,
+    }
+
+
+def bench_blobs(folder: Path) -> tuple[Figures, dict[str, bool]]:
+    """Blobs of 1 MiB, 16 a commit, against one raw file each."""
+    size, count, rounds = 1 << 20, 16, 6
+    chance = np.random.default_rng(0)
+    core = _core(folder, "blobs", "process")
+    raw = folder / "raw"
+    raw.mkdir()
+    ours, files = [], []
+    for index in range(rounds):
+        blobs = [Payload(kind="tensor", data=chance.bytes(size), dtype="|u1", shape=(size,)) for _ in range(count)]
+        rows = to_arrow("payloads", blobs, run="run", attempt=1, producer="p", seq=index)
+        ours.append(seconds(lambda rows=rows, index=index: core.commit_group({"payloads": [rows]}, {"p": (index, "")})))
+        files.append(
+            seconds(lambda blobs=blobs, index=index: [(raw / f"{index}-{n}").write_bytes(blob.data) for n, blob in enumerate(blobs)])
+        )
+    core.close()
+    cut = LogReader.open(folder / "blobs").cut()
+    dataset = cut.dataset("payloads")
+    ids = list(range(rounds * count))
+    read = _medians(
+        {"molt": lambda: dataset.read_blobs("data", ids=ids), "raw": lambda: [path.read_bytes() for path in sorted(raw.iterdir())]}, 4
+    )
+    figures = {
+        "write MiB/s": {"molt": count / statistics.median(ours[1:]), "raw files": count / statistics.median(files[1:])},
+        "read MiB/s": {"molt": rounds * count / read["molt"], "raw files": rounds * count / read["raw"]},
+    }
+    figures["write, molt / raw files"] = figures["write MiB/s"]["molt"] / figures["write MiB/s"]["raw files"]
+    figures["read, molt / raw files"] = figures["read MiB/s"]["molt"] / figures["read MiB/s"]["raw files"]
+    return figures, {
+        "blobs written >= 0.8 x raw files": figures["write, molt / raw files"] >= 0.8,
+        "blobs read >= 0.8 x raw files": figures["read, molt / raw files"] >= 0.8,
+    }
+
+
+def bench_durable(folder: Path) -> tuple[Figures, dict[str, bool]]:
+    """Segments of 1,000 tokens through producer and writer to a durable ack, many in flight."""
+    count, per_message = 4096, 8
+    made = segments(count)
+    with LogWriter.open(folder / "durable-rows", run="run", store="durable") as writer:
+        producer = Producer(writer, "p", is_validating=False, max_bytes=1 << 30)
+        checked = Producer(writer, "q", max_bytes=1 << 30)
+
+        def send(sender: Producer) -> None:
+            futures = [
+                writer.submit(sender._message(made[start : start + per_message], [], [], [], [], False))
+                for start in range(0, count, per_message)
+            ]
+            for future in futures:
+                future.result(60)
+
+        taken = {"without": seconds(lambda: send(producer)), "with": seconds(lambda: send(checked))}
+    rows = {name: count / value for name, value in taken.items()}
+    return {
+        "durable rows/s, rows trusted": rows["without"],
+        "durable rows/s, every declared rule checked": rows["with"],
+        "published for a peer, rows/s": 2900,
+    }, {"durable rows/s beside 2.9 k/s": rows["without"] >= 2900}
+
+
+PARTS: dict[str, Callable[[Path], tuple[Figures, dict[str, bool]]]] = {
+    "append": bench_append,
+    "commits": bench_commits,
+    "visible": bench_visible,
+    "scan": bench_scan,
+    "take": bench_take,
+    "blobs": bench_blobs,
+    "durable": bench_durable,
+}
+
+
+def main() -> None:
+    """Run the parts and keep the evidence."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    chosen = parser.parse_args().parts.split(",")
+    figures: Figures = {}
+    claims: dict[str, bool] = {}
+    folder = Path(tempfile.mkdtemp())
+    try:
+        for name in chosen:
+            figures[name], shown = PARTS[name](folder)
+            claims |= shown
+            print(name, figures[name], shown, flush=True)
+        run_dir = next((path for path in folder.glob("rows*")), folder / "process")
+        if isinstance(LogReader.open(run_dir).home, LocalHome):
+            figures["log digest"] = root_at(LogReader.open(run_dir).cut())
+    finally:
+        shutil.rmtree(folder)
+    name = "log-bench" if len(chosen) == len(PARTS) else "log-bench-" + "-".join(chosen)
+    print(keep(name, figures, claims=claims))
+
+
+if __name__ == "__main__":
+    main()
