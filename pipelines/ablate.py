@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from molt.ablate.measure import StepSums, Tally
+from molt.ablate.place import Place
 from molt.ablate.record import ScoredRun
 from molt.ablate.report import Report, make_report
 from molt.ablate.variants import baseline_of, parse_grid
@@ -27,7 +28,7 @@ from molt.runs import RunDir
 def main(
     run: RunDir,
     *,
-    at: int | None,
+    at: Place,
     estimators: Sequence[str],
     corrections: Sequence[str],
     bands: Sequence[str],
@@ -40,7 +41,7 @@ def main(
     num_model_steps: int = 4,
     num_threads: int = 2,
 ) -> Report:
-    """Try the grid on every scored step up to lsn `at`. Raises DataError when the log holds none that can be used."""
+    """Try the grid on every scored step at a place of its log. Raises DataError when the log holds none that can be used."""
     if agent is not None:
         load_agent(agent)  # it may register estimators of its own
     record = ScoredRun.open(run.path, at=at)

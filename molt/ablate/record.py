@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from molt.ablate.place import Place, open_cut
 from molt.admission.plan import StepPlan, plan_from_json
 from molt.algo.batch import RaggedBatch
 from molt.config import Config
-from molt.errors import DataError
+from molt.errors import DataError, LogError
 from molt.log.batch import one_batch, verify_rows
 from molt.log.cut import Cut
-from molt.log.reader import LogReader
 
 COLUMNS = ("trainer_logprobs", "reference_logprobs", "teacher_logprobs", "values", "advantages", "gate_weights")
 KINDS = ("attempt_started", "batch_planned", "step_trained", "step_refused")
@@ -86,9 +86,9 @@ class ScoredRun:
         """Filled while steps() runs."""
 
     @classmethod
-    def open(cls, run_dir: Path, *, at: int | None = None) -> ScoredRun:
-        """The run in a folder, as it is or up to lsn `at`."""
-        return cls(LogReader.open(run_dir).cut(at=at))
+    def open(cls, run_dir: Path, *, at: Place = None) -> ScoredRun:
+        """The run in a folder, as it is, up to an lsn, or as pinned."""
+        return cls(open_cut(run_dir, at))
 
     @property
     def steps_scored(self) -> list[int]:
@@ -128,8 +128,13 @@ class ScoredRun:
             return SkippedStep(step=step, reason=f"{len(missing)} of {len(ids)} segments have no score, first {missing[0]}")
         dataset = self.cut.dataset("scores")
         scores = one_batch(dataset._take_rows([row_ids[name] for name in ids]))
+        if any(count and not held for count, held in zip(_counts(scores, "n_sampled"), _lengths(scores, "trainer_logprobs"), strict=True)):
+            return SkippedStep(step=step, reason="its scores were taken out of the log (rows_emptied)")
         verify_rows(scores, f"{dataset.uri}: version {dataset.version}")
-        segments = self.cut.segments(ids)
+        try:
+            segments = self.cut.segments(ids)
+        except LogError as error:
+            return SkippedStep(step=step, reason=str(error))
         sampled_T = segments.is_sampled_T
         columns = {name: _column(scores, name) for name in COLUMNS}
         trainer_T, behaviour_T = columns.pop("trainer_logprobs"), torch.from_numpy(segments.behaviour_logprobs_T[sampled_T])
@@ -146,6 +151,16 @@ class ScoredRun:
             version_T=torch.from_numpy(segments.policy_version_T[sampled_T].astype(np.int64)),
             columns=columns,
         )
+
+
+def _counts(rows: pa.RecordBatch, name: str) -> list[int]:
+    counts: list[int] = rows[name].to_pylist()
+    return counts
+
+
+def _lengths(rows: pa.RecordBatch, name: str) -> list[int]:
+    lengths: list[int] = rows[name].value_lengths().to_pylist()
+    return lengths
 
 
 def _column(rows: pa.RecordBatch, name: str) -> torch.Tensor | None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from molt.cli.report import emit_json, emit_table
-from molt.errors import SettingError
 from molt.runs import open_run
 
 if TYPE_CHECKING:
+    from molt.ablate.place import Place
     from molt.ablate.report import Report
 
 Switch = Annotated[bool, Parameter(negative="")]
@@ -49,7 +49,7 @@ def ablate(
     Parameters
     ----------
     run
-        Folder or name of the run; RUN@LSN reads its log as it was.
+        Folder or name of the run; RUN@LSN and RUN@PIN read its log as it was.
     estimators
         Estimators, as name or name:gamma=0.99,lambd=0.95,whiten=false; the run's own when absent.
     corrections
@@ -123,7 +123,7 @@ def simulate(
     Parameters
     ----------
     run
-        Folder or name of the run; RUN@LSN reads its log as it was.
+        Folder or name of the run; RUN@LSN and RUN@PIN read its log as it was.
     max_lag
         Bounds to try, in policy versions; the run's own when absent.
     queue
@@ -151,17 +151,15 @@ def simulate(
         )
 
 
-def split_place(run: str) -> tuple[str, int | None]:
-    """RUN or RUN@LSN as run and lsn. SettingError for a place that is no number."""
+def split_place(run: str) -> tuple[str, Place]:
+    """Run and place of RUN, RUN@LSN or RUN@PIN; an existing path that holds an @ is a run."""
     where, found, at = run.rpartition("@")
-    if not found or (Path(run).exists() and not Path(where).exists()):
+    if not found or not at or Path(run).exists():
         return run, None
-    if not at.isdigit():
-        raise SettingError(f"run={run}: {at!r} is no lsn; write RUN@LSN with a number")
-    return where, int(at)
+    return where, int(at) if at.isdigit() else at
 
 
-def _recompute(where: str, at: int | None, *, as_json: bool) -> int:
+def _recompute(where: str, at: Place, *, as_json: bool) -> int:
     from molt.ablate.recompute import compare_run
     from molt.ablate.record import ScoredRun
 

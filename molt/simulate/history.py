@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from molt.ablate.place import Place, open_cut
 from molt.admission.decide import AdmissionRule
 from molt.admission.plan import SegmentRow
 from molt.admission.recover import SEGMENT_COLUMNS, segment_rows
 from molt.config import Config
 from molt.errors import DataError
-from molt.log.reader import LogReader
 
 KINDS = ("attempt_started", "group_dispatched", "rollout_failed", "batch_planned", "step_trained", "step_refused", "weights_refit")
 
@@ -97,9 +97,9 @@ class History:
         )
 
 
-def read_history(run_dir: Path, *, at: int | None = None) -> History:
+def read_history(run_dir: Path, *, at: Place = None) -> History:
     """Read scalars and events of a run; no token column is touched. DataError when nothing was trained."""
-    cut = LogReader.open(run_dir).cut(at=at)
+    cut = open_cut(run_dir, at)
     columns = [*SEGMENT_COLUMNS, "started_at", "finished_at"]
     table = cut.table("segments", columns, where="purpose = 'train'").to_pylist()
     kinds = ", ".join(f"'{kind}'" for kind in KINDS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from molt.ablate.place import Place
 from molt.admission.decide import Decision
 from molt.errors import SettingError
 from molt.simulate.bias import Bias, distribution_bias, mean_bias
@@ -57,7 +58,7 @@ class Prediction:
 def simulate_run(
     run_dir: Path,
     *,
-    at: int | None = None,
+    at: Place = None,
     max_lags: Sequence[int] = (),
     queue: int | None = None,
     filter_range: tuple[float, float] | None = None,
