@@ -88,8 +88,8 @@ def stand(
         if group_id not in dropped and group_id not in planned:
             inbox.dispatch(group_id)
     inbox.take_in(segment_rows(segments))
-    for group_id, member in final:
-        inbox.fail(group_id, member)
+    for group_id, lost in final:
+        inbox.fail(group_id, lost)
     inbox.num_consumed = len(planned)
     return Standing(
         position=next_position(((body["epoch"], body["order_index"]) for body in dispatched.values()), num_prompts),
