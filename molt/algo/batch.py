@@ -155,6 +155,17 @@ def sum_by(values_N: Tensor, place_N: Tensor, num_places: int) -> Tensor:
     return torch.zeros(num_places, dtype=torch.float64, device=values_N.device).index_add_(0, place_N, values_N.double())
 
 
+def sum_by_segment(values_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
+    """Sums over each segment, float64, the same bits on every call; segment_T is non-decreasing. # (S,)
+
+    On a GPU one thread adds up one segment: adding by index would add in whatever order its threads come.
+    """
+    if values_T.device.type == "cpu":
+        return sum_by(values_T, segment_T, num_segments)
+    lengths_S = torch.bincount(segment_T, minlength=num_segments)
+    return torch.segment_reduce(values_T.double(), "sum", lengths=lengths_S)
+
+
 def mean_by(values_N: Tensor, place_N: Tensor, num_places: int, is_counted_N: Tensor | None = None) -> Tensor:
     """Means of counted values by place, float64; 0 where nothing counts. # (num_places,)"""
     if is_counted_N is not None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from molt.algo.batch import sum_by_segment
 from molt.algo.kl import MAX_LOG_RATIO
 from molt.algo.rules import Band, band, check_correction, mismatch_band
 from molt.errors import LineageError, NonFiniteError
@@ -103,8 +104,7 @@ class _Segments:
 
     def total(self, values_T: Tensor) -> Tensor:
         """Sums by segment, float64. # (S,)"""
-        zeros_S = torch.zeros(self.num_segments, dtype=torch.float64, device=values_T.device)
-        return zeros_S.index_add_(0, self.segment_T, values_T.double())
+        return sum_by_segment(values_T, self.segment_T, self.num_segments)
 
     def count(self, is_counted_T: Tensor) -> Tensor:
         """Counts by segment, int64. # (S,)"""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from molt.algo.batch import RaggedBatch
+from molt.algo.batch import RaggedBatch, sum_by_segment
 from molt.algo.kl import MAX_LOG_RATIO
 from molt.errors import SettingError
 
@@ -170,9 +170,8 @@ def _gspo(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
     if tokens.segment_T is None:
         raise SettingError("algo.loss.name=gspo needs the segment of every token (segment_T)")
     num_segments = int(tokens.segment_T.max()) + 1 if len(tokens.segment_T) else 0
-    zeros_S = torch.zeros(num_segments, dtype=torch.float64, device=tokens.log_ratio_T.device)
-    total_S = zeros_S.index_add(0, tokens.segment_T, tokens.log_ratio_T.detach().double())
-    count_S = zeros_S.index_add(0, tokens.segment_T, tokens.trainable_T.double())
+    total_S = sum_by_segment(tokens.log_ratio_T.detach(), tokens.segment_T, num_segments)
+    count_S = sum_by_segment(tokens.trainable_T, tokens.segment_T, num_segments)
     mean_T = (total_S / count_S.clamp(min=1))[tokens.segment_T].to(tokens.log_ratio_T.dtype)
     score_T = tokens.logprobs_T - tokens.logprobs_T.detach()
     return _ppo(replace(tokens, log_ratio_T=mean_T + score_T), settings)

@@ -233,5 +233,20 @@ def test_value_loss_by_hand():
     assert value_loss(values_T, torch.zeros(2), torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]), clip=None).loss.item() == 0.5
 
 
+def test_gradient_of_the_value_loss_by_finite_differences():
+    generator = torch.Generator().manual_seed(5)
+    values_T, old_T, returns_T = (torch.randn(9, generator=generator, dtype=torch.float64) for _ in range(3))
+    scale_T = torch.rand(9, generator=generator, dtype=torch.float64)
+    leaf_T = values_T.clone().requires_grad_()
+    value_loss(leaf_T, old_T, returns_T, scale_T, clip=0.3).loss.backward()
+    step = 1e-6
+    for i in range(9):
+        up, down = values_T.clone(), values_T.clone()
+        up[i] += step
+        down[i] -= step
+        slope = value_loss(up, old_T, returns_T, scale_T, clip=0.3).loss - value_loss(down, old_T, returns_T, scale_T, clip=0.3).loss
+        assert leaf_T.grad[i].item() == pytest.approx((slope / (2 * step)).item(), abs=1e-7)
+
+
 def test_losses_are_listed():
     assert loss_names() == ["cispo", "gspo", "ppo"]

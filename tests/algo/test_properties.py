@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.algo.advantage import compute_advantages
-from molt.algo.batch import RaggedBatch
+from molt.algo.batch import RaggedBatch, sum_by_segment
 from molt.algo.correction import importance_gate
 from molt.algo.loss import policy_loss, token_scale
 from molt.algo.rules import RATIO_BANDS
@@ -194,6 +194,16 @@ def test_any_cut_into_micro_batches_adds_up(rollouts, seed, key, data):
             assert torch.equal(part_T, weights_T[keep_T])
         if n:
             torch.testing.assert_close(cut.grad, whole.grad, rtol=1e-6, atol=1e-7)
+
+
+@FAST
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_both_ways_of_adding_up_a_segment_give_the_same_bits(lengths, seed):
+    # the second is what a GPU takes
+    values_T = noise(sum(lengths), seed, 1.0).double()
+    segment_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    by_thread = torch.segment_reduce(values_T, "sum", lengths=torch.tensor(lengths))
+    assert torch.equal(sum_by_segment(values_T, segment_T, len(lengths)), by_thread)
 
 
 def test_batches_pickle():
