@@ -5,15 +5,20 @@ Axes: L packed tokens, N sampled tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
-from molt.learn import attention
+from molt.learn import attention, automodel
 from molt.learn.logprob import head_logprobs, logits_logprobs
 from molt.learn.packing import Packed
 from molt.learn.routes import Routes
@@ -32,7 +37,8 @@ class TokenScorer(nn.Module):
         self.routes: Routes | None = None
         """Routing replay, where it is on."""
         head = lm.get_output_embeddings()
-        self.has_plain_head = isinstance(head, nn.Linear) and not _scales_logits(lm.config)
+        # A model that came sharded gathers its head in its own forward pass only.
+        self.has_plain_head = isinstance(head, nn.Linear) and not _scales_logits(lm.config) and not isinstance(lm, FSDPModule)
 
     def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probs and (N,) entropies, nats, float32; the entropies are zeros unless wanted."""
@@ -40,15 +46,27 @@ class TokenScorer(nn.Module):
         if self.routes is not None:
             self.routes.lay(packed.routes_LMK)
         if not self.has_plain_head:
-            logits_NV = self.lm(**inputs, logits_to_keep=packed.index_N).logits[0]
+            logits_NV = self.lm(**inputs, logits_to_keep=packed.index_N).logits.reshape(len(packed.index_N), -1)
             return logits_logprobs(logits_NV, packed.target_N, packed.temperature_N)
-        hidden_ND = self.lm.base_model(**inputs).last_hidden_state[0][packed.index_N]
+        hidden_ND = self.hidden(inputs)[packed.index_N]
         head = self.lm.get_output_embeddings()
         return head_logprobs(hidden_ND, head.weight, head.bias, packed.target_N, packed.temperature_N, wants_entropy=wants_entropy)
 
+    def hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Last hidden states of packed rows. # (L, D)"""
+        body = self.lm.base_model if hasattr(self.lm, "base_model") else self.lm.model
+        output = body(**inputs)
+        hidden = output if isinstance(output, torch.Tensor) else output.last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1])
+
     def inputs(self, packed: Packed) -> dict[str, Any]:
         """Arguments of the language model for packed rows."""
-        return {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "use_cache": False} | self._attention_inputs(packed)
+        if (bounds := getattr(self.lm, "row_bounds", None)) is not None:
+            bounds.row_lengths = packed.row_lengths
+        inputs: dict[str, Any] = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+        if isinstance(self.lm, PreTrainedModel):
+            inputs["use_cache"] = False
+        return inputs | self._attention_inputs(packed)
 
     def _attention_inputs(self, packed: Packed) -> dict[str, Any]:
         """What the attention needs to keep rows apart."""
@@ -56,8 +74,13 @@ class TokenScorer(nn.Module):
             return {"row_lengths": packed.row_lengths}
         if self.attention_name == "eager":
             return {"attention_mask": attention.block_causal_mask(packed.row_lengths, packed.input_ids.device, self.dtype)}
+        if self.attention_name.startswith("flex"):
+            return {}  # transformers finds the rows by their positions
         bounds = torch.tensor((0, *packed.row_lengths), dtype=torch.int32, device=packed.input_ids.device).cumsum(0, dtype=torch.int32)
         longest = max(packed.row_lengths)
+        if self.attention_name == "te":
+            ids, places = packed.input_ids[0], packed.position_ids[0]
+            return {"input_ids": ids, "position_ids": places, "qkv_format": "thd", "cu_seqlens": bounds, "max_seqlen": longest}
         return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
     @property
@@ -82,7 +105,7 @@ class TokenValuer(nn.Module):
 
     def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) values and (N,) zeros, float32."""
-        hidden_ND = self.scorer.lm.base_model(**self.scorer.inputs(packed)).last_hidden_state[0][packed.index_N]
+        hidden_ND = self.scorer.hidden(self.scorer.inputs(packed))[packed.index_N]
         values_N = self.value_head(hidden_ND)[:, 0].float()
         return values_N, torch.zeros_like(values_N)
 
@@ -95,6 +118,10 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScor
     hf_logging.disable_progress_bar()
     if not (Path(path) / "config.json").is_file():
         raise SettingError(f"actor.model_name_or_path={path}, it holds no config.json; give a folder with a Hugging Face model")
+    if uses_automodel(actor):
+        lm, name = automodel.load_automodel(path, actor, fsdp)
+        prepare(lm, actor)
+        return TokenScorer(lm, attention_name=name)
     name = attention_name(fsdp)
     attention.register()
     try:
@@ -103,6 +130,13 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScor
         raise SettingError(f"actor.model_name_or_path={path}, the model does not load: {error}") from error
     prepare(lm, actor)
     return TokenScorer(lm, attention_name=name)
+
+
+def uses_automodel(actor: ActorSettings) -> bool:
+    """Whether NeMo AutoModel makes the policy: where it is asked for, and by itself on a GPU that has it."""
+    if actor.implementation == "auto":
+        return torch.cuda.is_available() and automodel.is_installed()
+    return actor.implementation == "automodel"
 
 
 def prepare(lm: Any, actor: ActorSettings) -> None:
@@ -116,7 +150,13 @@ def prepare(lm: Any, actor: ActorSettings) -> None:
     if actor.freeze_moe_router:
         freeze_router(lm)
     if actor.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_blocks(lm)
+
+
+def checkpoint_blocks(lm: nn.Module) -> None:
+    """Keep only the inputs of each layer and compute the rest again in the backward pass."""
+    for block in decoder_blocks(lm):
+        block.forward = _checkpointed(block.forward)
 
 
 def freeze_router(lm: nn.Module) -> None:
@@ -132,7 +172,7 @@ def freeze_router(lm: nn.Module) -> None:
 
 def attention_name(fsdp: FsdpSettings) -> str:
     """Name under which transformers finds the attention. Raises SettingError for one that this seam has not."""
-    names = {"sdpa": attention.NAME, "eager": "eager", "flash_attention_2": "flash_attention_2"}
+    names = {"sdpa": attention.NAME, "eager": "eager", "flash_attention_2": "flash_attention_2", "flex": "flex_attention"}
     if fsdp.attn_implementation not in names:
         raise SettingError(
             f"fsdp.attn_implementation={fsdp.attn_implementation}, the Hugging Face model has no such attention for packed rows; "
@@ -143,9 +183,25 @@ def attention_name(fsdp: FsdpSettings) -> str:
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated layers, outermost only, in order: the units that are sharded."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
-    sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
-    return list(lists[sizes.index(max(sizes))]) if lists else []
+    stacks = [list(m.values()) for m in model.modules() if isinstance(m, nn.ModuleDict) and _is_stack(list(m.values()))]
+    stacks += [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and _is_stack(list(m))]
+    sizes = [sum(p.numel() for block in blocks for p in block.parameters()) for blocks in stacks]
+    return stacks[sizes.index(max(sizes))] if stacks else []
+
+
+def _is_stack(blocks: list[nn.Module]) -> bool:
+    """Whether modules are the layers of a model: all of one class, and more than bare parameters."""
+    return len(blocks) > 0 and len({type(block) for block in blocks}) == 1
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer under activation checkpointing."""
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+    return run
 
 
 def _scales_logits(config: Any) -> bool:

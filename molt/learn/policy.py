@@ -65,7 +65,7 @@ class Policy:
     def score(self, packed: Packed, *, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """The same without a graph."""
         output = self.scorer(packed.to(self.device), wants_entropy)
-        self.scorer.reshard()  # the root keeps whole weights for a backward pass that does not come here
+        self.reshard()  # the root keeps whole weights for a backward pass that does not come here
         return output
 
     def learning_rate(self) -> float:
@@ -88,8 +88,7 @@ class Policy:
 
     def gradient_norm(self) -> torch.Tensor:
         """Norm over all ranks, the same on each. Raises NonFiniteError for one that is not finite, and forgets the gradient."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
         if not bool(torch.isfinite(norm)):
             bad = self._non_finite_names()
             self.forget_gradient()
@@ -114,7 +113,7 @@ class Policy:
     def full_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole tensors on the CPU under the model's own names, tied ones once. A collective: every rank gets all."""
         tensors: dict[str, torch.Tensor] = {}
-        self.scorer.reshard()
+        self.reshard()
         for name, parameter in self.scorer.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             whole = whole.detach().to("cpu", dtype or whole.dtype)
@@ -123,11 +122,27 @@ class Policy:
             tensors[_bare(name)] = whole.clone() if is_view else whole
         return tensors
 
+    def reshard(self) -> None:
+        """Give back whole weights that a forward pass left behind."""
+        for module in (self.scorer, getattr(self.scorer, "lm", None)):
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _non_finite_names(self) -> list[str]:
         """Parameters whose local gradient is not finite; at most three."""
         named = ((_bare(name), p.grad) for name, p in self.scorer.named_parameters() if p.grad is not None)
         bad = [name for name, grad in named if not bool(torch.isfinite(_local(grad)).all())]
         return bad[:3]
+
+
+def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Norm over all gradients and ranks. Experts may lie on another mesh than the rest, so each mesh is summed by itself."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for grad in grads:
+        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    norms = [torch.nn.utils.get_total_norm(part) for part in by_mesh.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -140,10 +155,17 @@ def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: Dev
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if actor.dtype == "bfloat16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    if any(isinstance(module, FSDPModule) for module in scorer.modules()):
+        return _sum_gradients(scorer)  # the model came spread over ranks
     offload = CPUOffloadPolicy() if fsdp.offload == "full" and mesh.device_type == "cuda" else OffloadPolicy()
     for block in decoder_blocks(scorer):
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(scorer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    return _sum_gradients(scorer)
+
+
+def _sum_gradients(scorer: nn.Module) -> nn.Module:
+    """Let every sharded module sum its gradients over ranks: the loss already has the denominator of the whole batch."""
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

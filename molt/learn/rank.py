@@ -121,8 +121,8 @@ class PolicyRank:
         except LineageError as error:
             found = Refusal(reason=RefusalReason.LINEAGE, error=str(error))
         if self.routes is not None and not any(exchange.gather(any(row.routes is not None for row in rows.values()))):
-            error = "train.routing_replay=true and no segment of the batch has routed experts"
-            found = found or Refusal(reason=RefusalReason.LINEAGE, error=error)
+            missing = "train.routing_replay=true and no segment of the batch has routed experts"
+            found = found or Refusal(reason=RefusalReason.LINEAGE, error=missing)
         return rows, exchange.first_refusal(found), log_s
 
     def _step(self, plan: StepPlan, rows: dict[int, Row], frozen: FrozenColumns | None) -> Step:

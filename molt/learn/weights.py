@@ -15,6 +15,9 @@ from molt.rollout.weights import checkpoint_names, digest_tensors, model_digest,
 def sent_tensors(policy: Policy) -> dict[str, torch.Tensor]:
     """Whole tensors as engines get them. A collective; every rank gets them all."""
     tensors = policy.full_tensors(SENT_DTYPES[policy.actor.dtype])
+    adapter = getattr(policy.scorer.lm, "state_dict_adapter", None)
+    if adapter is not None:  # AutoModel keeps experts grouped; the checkpoint has them apart
+        return {name: tensor.contiguous() for name, tensor in adapter.to_hf(tensors).items()}
     return checkpoint_names(policy.scorer.lm, tensors)
 
 

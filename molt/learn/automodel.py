@@ -1,0 +1,130 @@
+"""NeMo AutoModel behind the model seam: its own layers and kernels, our packing, scorer, sharding and routing replay.
+
+sizes                     who shards
+tp = ep = cp = 1          molt.learn.policy.shard: fully_shard with the bf16 policy, at one rank too
+ep > 1                    AutoModel's DistributedSetup (experts over ranks, the rest by FSDP2 with the same policy)
+tp > 1, cp > 1            refused: a plan gives every rank its own rows, ranks that share rows need plans by group
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from molt.config import ActorSettings, FsdpSettings
+from molt.errors import SettingError
+from molt.learn import attention
+
+ATTENTION = {"sdpa": "sdpa", "te": "te", "flex": "flex"}
+"""fsdp.attn_implementation to AutoModel's backend; sdpa means the row-wise attention of molt.learn.attention."""
+
+
+def is_installed() -> bool:
+    """Whether NeMo AutoModel can be imported."""
+    return find_spec("nemo_automodel") is not None
+
+
+def load_automodel(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> tuple[Any, str]:
+    """The language model in float32 master weights, and the name of its attention. Raises SettingError for what it cannot do."""
+    check(fsdp)
+    from nemo_automodel import NeMoAutoModelForCausalLM
+    from nemo_automodel.components.models.common.utils import BackendConfig
+
+    attention.register()
+    backend = BackendConfig(
+        attn=ATTENTION[fsdp.attn_implementation],
+        linear="torch",
+        rms_norm="torch_fp32" if torch.cuda.is_available() else "torch",  # the first is compiled, which helps on a GPU only
+        rope_fusion=False,
+        dispatcher="torch",
+    )
+    options: dict[str, Any] = {"backend": backend, "use_liger_kernel": False, "torch_dtype": torch.float32}
+    if fsdp.ep_size > 1:
+        options["distributed_setup"] = _setup(actor, fsdp)
+    # The attention of plain sdpa knows no rows; it is replaced below, so AutoModel only needs a name that it accepts.
+    lm = NeMoAutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", **options)
+    lm = lm.to(torch.float32) if fsdp.ep_size == 1 else lm
+    return lm, _use_rows(lm) if fsdp.attn_implementation == "sdpa" else fsdp.attn_implementation
+
+
+def check(fsdp: FsdpSettings) -> None:
+    """SettingError for sizes, attention or an installation that this seam does not have."""
+    if not is_installed():
+        raise SettingError("actor.implementation=automodel, the package nemo-automodel is not installed; install molt-log[gpu] or set hf")
+    for name in ("tp_size", "cp_size"):
+        if getattr(fsdp, name) > 1:
+            raise SettingError(
+                f"fsdp.{name}={getattr(fsdp, name)}, a step plan gives every rank rows of its own, and the ranks of one such group would "
+                f"have to share theirs; set fsdp.{name}=1 and spread over fsdp.num_ranks or fsdp.ep_size"
+            )
+    if fsdp.attn_implementation not in ATTENTION:
+        raise SettingError(
+            f"fsdp.attn_implementation={fsdp.attn_implementation}, AutoModel has {', '.join(ATTENTION)} for packed rows; "
+            "set one of them, or actor.implementation=hf"
+        )
+    if fsdp.attn_implementation == "te" and not _has_transformer_engine():
+        raise SettingError(
+            "fsdp.attn_implementation=te, Transformer Engine is not installed or has no torch extension; "
+            "build it or set fsdp.attn_implementation=sdpa"
+        )
+
+
+def _has_transformer_engine() -> bool:
+    """Importing it without its core raises RuntimeError instead of ImportError."""
+    if find_spec("transformer_engine") is None:
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401 - tried for its torch extension
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
+
+
+def _setup(actor: ActorSettings, fsdp: FsdpSettings) -> Any:
+    """AutoModel's own spread over ranks, with the precision that molt.learn.policy.shard applies."""
+    from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
+    from nemo_automodel.components.distributed.mesh import ParallelismSizes
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if actor.dtype == "bfloat16" else torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    return DistributedSetup.build(
+        FSDP2Config(mp_policy=precision, defer_fsdp_grad_sync=False),
+        parallelism_sizes=ParallelismSizes(ep_size=fsdp.ep_size),
+        activation_checkpointing=actor.gradient_checkpointing,
+    )
+
+
+def _use_rows(lm: Any) -> str:
+    """Put the row-wise attention into every layer: by name where layers ask transformers, by function where they hold their own."""
+    lm.config._attn_implementation = attention.NAME
+    bounds = RowBounds()
+    for module in lm.modules():
+        if hasattr(module, "attn_func") and hasattr(module, "backend"):
+            module.attn_func = RowsFunction(bounds, scaling=float(module.head_dim) ** -0.5)
+    lm.row_bounds = bounds
+    return attention.NAME
+
+
+class RowBounds:
+    """Row lengths of the forward pass that is running; it stays for the recomputation in the backward pass."""
+
+    def __init__(self) -> None:
+        self.row_lengths: tuple[int, ...] | None = None
+
+
+class RowsFunction:
+    """The attention function of a layer of AutoModel: q, k, v of shape (1, H, L, D) in and out."""
+
+    def __init__(self, bounds: RowBounds, *, scaling: float) -> None:
+        self.bounds = bounds
+        self.scaling = scaling
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+        """Causal attention inside each row."""
+        output, _ = attention.rows_attention(nn.Identity(), q, k, v, None, row_lengths=self.bounds.row_lengths, scaling=self.scaling)
+        return output.transpose(1, 2)

@@ -1,0 +1,114 @@
+"""NeMo AutoModel behind the seam: the same log-probs, steps, names and replay as the Hugging Face class; sizes refused by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from molt.config import ActorSettings, FsdpSettings
+from molt.errors import SettingError
+from molt.learn.model import load_model, uses_automodel
+from molt.learn.packing import pack
+from molt.learn.routes import Routes
+from molt.learn.weights import sent_tensors
+from tests.learn import automodel_shim
+from tests.learn.tiny import make_config, make_model, make_moe, make_plan, make_rank, make_rows
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("nemo_automodel") is None, reason="nemo-automodel is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # the package warns at import about kernels that are not there
+]
+AUTOMODEL, HF = ActorSettings(implementation="automodel"), ActorSettings(implementation="hf")
+
+
+@pytest.fixture(autouse=True)
+def without_cuda() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        automodel_shim.install(patch)
+        yield
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = make_model if request.param == "dense" else make_moe
+    return make(tmp_path_factory.mktemp(request.param))
+
+
+def test_log_probs_entropies_and_gradients_equal_the_hugging_face_class(folder: Path) -> None:
+    rows = make_rows(4)
+    packed = pack([r.token_ids for r in rows], [r.is_sampled for r in rows])
+    found = []
+    for actor in (HF, AUTOMODEL):
+        scorer = load_model(str(folder), actor, FsdpSettings())
+        logprobs, entropy = scorer(packed, True)
+        (logprobs.sum() + entropy.sum()).backward()
+        # the embedding is the one parameter that both keep under the same name and shape, whatever the experts' layout
+        found.append((logprobs.detach(), entropy.detach(), scorer.lm.model.embed_tokens.weight.grad))
+    assert "nemo_automodel" in type(scorer.lm).__module__
+    # float32, two layers: a few roundings of log-probs near 5, and of gradients near 20 that are sums over all tokens
+    for hf, automodel, tolerance in zip(*found, (1e-5, 1e-5, 1e-3), strict=True):
+        assert torch.allclose(hf, automodel, atol=tolerance)
+
+
+def test_rows_do_not_see_each_other(folder: Path) -> None:
+    rows = make_rows(3)
+    ids, masks = [r.token_ids for r in rows], [r.is_sampled for r in rows]
+    scorer = load_model(str(folder), AUTOMODEL, FsdpSettings())
+    before = scorer(pack(ids, masks))[0].detach()
+    alone = torch.cat([scorer(pack([i], [m]))[0].detach() for i, m in zip(ids, masks, strict=True)])
+    assert torch.allclose(before, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_steps_and_published_names_equal_the_hugging_face_class(folder: Path, checkpointing: bool) -> None:
+    rows, tensors, results = make_rows(6), [], []
+    for name in ("hf", "automodel"):
+        config = make_config(folder, actor={"implementation": name, "learning_rate": 1e-4, "gradient_checkpointing": checkpointing})
+        rank = make_rank(config, rows)
+        results.append([rank.train(make_plan(rows, step=step)) for step in range(2)])
+        tensors.append(sent_tensors(rank.policy))
+    for hf, automodel in zip(*results, strict=True):
+        assert abs(hf.loss - automodel.loss) < 1e-5 and abs(hf.grad_norm - automodel.grad_norm) < 1e-3 * hf.grad_norm
+    assert set(tensors[0]) == set(tensors[1])
+    # two steps of AdamW at 1e-4: a weight whose gradient is rounding noise may go either way
+    assert all((tensors[0][n] - tensors[1][n]).abs().max() <= 4.1e-4 for n in tensors[0])
+
+
+def test_routes_of_the_engine_are_replayed(tmp_path: Path) -> None:
+    folder = make_moe(tmp_path)
+    rows = make_rows(2)
+    generator = np.random.default_rng(0)
+    routes = [
+        np.stack([generator.permutation(8)[:2] for _ in range(2 * len(r.token_ids))]).reshape(-1, 2, 2).astype(np.int16) for r in rows
+    ]
+    routes[1][3:] = -1
+    found = []
+    for actor in (HF, AUTOMODEL):
+        scorer = load_model(str(folder), actor, FsdpSettings())
+        scorer.routes = Routes.install(scorer.lm)
+        packed = pack([r.token_ids for r in rows], [r.is_sampled for r in rows], routes=list(routes))
+        found.append(scorer(packed)[0].detach())
+        (count, _) = scorer.routes.take_counts()
+        assert count.n_replayed == len(rows[0].token_ids) + 3
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_sizes_and_attentions_that_cannot_be_had_are_refused_with_the_reason(folder: Path) -> None:
+    for fsdp, reason in (
+        (FsdpSettings(tp_size=2), "fsdp.tp_size=2, a step plan gives every rank rows of its own"),
+        (FsdpSettings(cp_size=2), "fsdp.cp_size=2, a step plan gives every rank rows of its own"),
+        (FsdpSettings(attn_implementation="eager"), "AutoModel has sdpa, te, flex"),
+        (FsdpSettings(attn_implementation="te"), "Transformer Engine is not installed"),
+    ):
+        with pytest.raises(SettingError, match=reason):
+            load_model(str(folder), AUTOMODEL, fsdp)
+
+
+def test_automodel_is_taken_by_itself_only_on_a_gpu() -> None:
+    assert uses_automodel(AUTOMODEL) and not uses_automodel(HF)
+    assert uses_automodel(ActorSettings()) == torch.cuda.is_available()
