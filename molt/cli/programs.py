@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,8 @@ def load_program(name: str) -> ModuleType:
 
 def run_program(program: str, /, *arguments: Any, **named: Any) -> Any:
     """Call main of a pipeline, awaiting it when it is asynchronous; returns what it returns."""
+    # Ray starts its processes by fork and exec at once, which does Lance no harm.
+    warnings.filterwarnings("ignore", message="lance is not fork-safe")
     main = load_program(program).main
     result = main(*arguments, **named)
     return asyncio.run(result) if inspect.iscoroutine(result) else result
