@@ -149,10 +149,14 @@ def from_rows(rows: pa.RecordBatch) -> SegmentBatch:
     )
 
 
-def batch_of(dataset: lance.LanceDataset, row_ids: Sequence[int], segment_ids: Sequence[str], *, verify: bool) -> SegmentBatch:
+def batch_of(
+    dataset: lance.LanceDataset, row_ids: Sequence[int], segment_ids: Sequence[str], *, verify: bool, columns: Sequence[str] | None = None
+) -> SegmentBatch:
     """The rows at those row ids, in that order."""
     with damage_named(f"{dataset.uri}: segments {segment_ids[0]} .. {segment_ids[-1]}"):
-        rows = one_batch(dataset._take_rows(list(row_ids)))
+        rows = one_batch(
+            dataset._take_rows(list(row_ids), columns=None if columns is None else list({*columns, *HEAVY, "segment_id", "n_tokens"}))
+        )
     if rows["segment_id"].to_pylist() != list(segment_ids):
         raise CorruptLogError(f"{dataset.uri}: rows {list(row_ids)[:5]} do not hold the segments asked for; run molt verify")
     empty = np.asarray(pc.equal(pc.list_value_length(rows["token_ids"]), 0)) & (np.asarray(rows["n_tokens"]) > 0)

@@ -7,7 +7,7 @@ g complete in what was opened?   yes: cut at its last lsn   no: cut before its f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lance
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
-from molt.log.batch import SegmentBatch, batch_of
+from molt.log.batch import HEAVY, SegmentBatch, batch_of, from_rows, one_batch, verify_rows
 from molt.log.checked import damage_named
 from molt.log.descriptor import FORMAT
 from molt.log.holds import hold
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from molt.log.reader import SegmentIndex
 
 T = TypeVar("T")
+_BATCH_ROWS = 1024
 
 
 def cut_point(stamps: Mapping[str, Stamp], reached: Mapping[str, int]) -> int:
@@ -100,27 +101,60 @@ class Cut:
             rows = rows.sort_by("lsn")
         return upcast(name, with_missing(name, rows, wanted), written=self._written)
 
-    def segments(self, segment_ids: Sequence[str], verify: bool = True) -> SegmentBatch:
-        """Those segments in the order asked, each checked against its digest. LogError names a segment that is not in the cut."""
+    def segments(self, segment_ids: Sequence[str], verify: bool = True, columns: Sequence[str] | None = None) -> SegmentBatch:
+        """Those segments in the order asked, each checked against its digest. LogError names a segment that is not in the cut.
+
+        `columns` reads less; a digest covers the whole row, so it needs verify=False and is not for what feeds a gradient.
+        """
 
         def read() -> SegmentBatch:
             dataset = self._datasets["segments"]
-            return batch_of(dataset, self._index.addresses(dataset, segment_ids, lsn_end=self.lsn), segment_ids, verify=verify)
+            row_ids = self._index.addresses(dataset, segment_ids, lsn_end=self.lsn)
+            return batch_of(dataset, row_ids, segment_ids, verify=verify, columns=columns)
 
         return self._retried("segments", read)
 
+    def batches(self, columns: Sequence[str] | None = None, *, where: str | None = None, verify: bool = True) -> Iterator[SegmentBatch]:
+        """All segments, a bounded number at a time, in the order in which they are stored."""
+        dataset = self._datasets["segments"]
+        wanted = None if columns is None else [*columns, *(name for name in HEAVY if name not in columns)]
+        scanner = dataset.scanner(columns=wanted, filter=self._bounded("segments", where), batch_size=_BATCH_ROWS)
+        with damage_named(f"log={self._home.where}: table segments"):
+            for batch in scanner.to_batches():
+                rows = one_batch(pa.Table.from_batches([batch]))
+                if verify:
+                    verify_rows(rows, f"{dataset.uri}: version {dataset.version}")
+                yield from_rows(rows)
+
     def payload(self, payload_digest: str) -> Payload:
         """A payload by its name, its content checked against it."""
-        rows = self.table("payloads", ["kind", "shape", "dtype", "data", "size_bytes"], where=f"payload_digest = '{_hex(payload_digest)}'")
-        if not len(rows):
-            raise LogError(f"payload_digest={payload_digest}: no such payload in the log up to lsn {self.lsn}")
-        row = rows.to_pylist()[0]
-        if row["size_bytes"] and not row["data"]:
-            raise LogError(f"payload_digest={payload_digest}: its content was taken out of the log (rows_emptied)")
-        found = Payload(kind=row["kind"], data=row["data"], shape=tuple(row["shape"]), dtype=row["dtype"])
-        if found.payload_digest != payload_digest:
-            raise CorruptLogError(f"log={self._home.where}: payload {payload_digest} does not hold what its name says; run molt verify")
-        return found
+        return self.payloads([payload_digest])[0]
+
+    def payloads(self, payload_digests: Sequence[str]) -> list[Payload]:
+        """Payloads by their names in the order asked, each content checked against its name."""
+        names = ", ".join(f"'{_hex(name)}'" for name in payload_digests)
+        where = f"payload_digest in ({names})"
+
+        def read() -> dict[str, Payload]:
+            dataset = self._datasets["payloads"]
+            columns = ["payload_digest", "kind", "shape", "dtype", "size_bytes"]
+            rows = dataset.scanner(columns=columns, filter=self._bounded("payloads", where), with_row_id=True).to_table()
+            blobs = dataset.take_blobs("data", ids=rows["_rowid"].to_pylist(), buffer_size=0) if len(rows) else []
+            found = {}
+            for row, blob in zip(rows.to_pylist(), blobs, strict=True):
+                data = b"" if blob is None else blob.readall()
+                if row["size_bytes"] and not data:
+                    raise LogError(f"payload_digest={row['payload_digest']}: its content was taken out of the log (rows_emptied)")
+                found[row["payload_digest"]] = Payload(kind=row["kind"], data=data, shape=tuple(row["shape"]), dtype=row["dtype"])
+            return found
+
+        held = self._retried("payloads", read) if payload_digests else {}
+        for name in payload_digests:
+            if name not in held:
+                raise LogError(f"payload_digest={name}: no such payload in the log up to lsn {self.lsn}")
+            if held[name].payload_digest != name:
+                raise CorruptLogError(f"log={self._home.where}: payload {name} does not hold what its name says; run molt verify")
+        return [held[name] for name in payload_digests]
 
     def payload_range(self, payload_digest: str, offset: int, length: int) -> bytes:
         """Bytes of a payload without reading the rest. A part cannot be checked: for what feeds a gradient take payload()."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -39,19 +39,18 @@ def filled(values: pa.Array) -> np.ndarray:
     if values.null_count == 0:
         return np.asarray(values.to_numpy(zero_copy_only=True))
     if pa.types.is_floating(values.type):
-        present = np.asarray(values.is_valid())
-        bits = np.array(pc.fill_null(values, 0.0)).view(f"u{width}")
+        present = values.is_valid().to_numpy(zero_copy_only=False)
+        bits = np.frombuffer(values.buffers()[1], f"u{width}", len(values), values.offset * width).copy()
         bits[~present] = NULL_FLOAT_BITS[width]
         return bits.view(f"f{width}")
     lowest = np.iinfo(values.type.to_pandas_dtype()).min
     return np.asarray(pc.fill_null(values, pa.scalar(int(lowest), values.type)))
 
 
-def _slices(values: np.ndarray, offsets: Sequence[int]) -> list[memoryview]:
-    """Bytes of each list, without a copy."""
-    width = values.dtype.itemsize
-    view = np.ascontiguousarray(values).data.cast("B") if len(values) else memoryview(b"")
-    return [view[start * width : stop * width] for start, stop in pairwise(offsets)]
+def _cells(values: np.ndarray, offsets: Sequence[int]) -> list[bytes]:
+    """Bytes of each list."""
+    width, raw = values.dtype.itemsize, np.ascontiguousarray(values).tobytes()
+    return [raw[start * width : stop * width] for start, stop in pairwise(offsets)]
 
 
 def _strings(values: pa.Array) -> list[bytes | None]:
@@ -60,52 +59,48 @@ def _strings(values: pa.Array) -> list[bytes | None]:
     return [None if text is None else _LENGTH.pack(len(text)) + text for text in values.cast(kind).to_pylist()]
 
 
-def _lists(column: pa.Array) -> list[list[bytes | memoryview]]:
-    """Parts of each list: its length, then its values child by child."""
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_binary(kind) or kind in (pa.large_string(), pa.large_binary())
+
+
+def _lists(column: pa.Array) -> list[bytes]:
+    """Each list: its length, then its values child by child."""
     offsets = np.asarray(column.offsets)
     start, stop = int(offsets[0]), int(offsets[-1])
     values = column.values.slice(start, stop - start)
     places: list[int] = (offsets - start).tolist()
-    parts: list[list[bytes | memoryview]] = [[_LENGTH.pack(b - a)] for a, b in pairwise(places)]
-    children = values.flatten() if pa.types.is_struct(values.type) else [values]
-    for child in children:
-        if pa.types.is_string(child.type) or pa.types.is_binary(child.type):
-            cells = [text if text is not None else b"\xff" for text in _strings(child)]
-            pieces: Iterable[bytes | memoryview] = (b"".join(cells[a:b]) for a, b in pairwise(places))
+    pieces = [[_LENGTH.pack(b - a) for a, b in pairwise(places)]]
+    for child in values.flatten() if pa.types.is_struct(values.type) else [values]:
+        if _is_text(child.type):
+            texts = [text if text is not None else b"\xff" for text in _strings(child)]
+            pieces.append([b"".join(texts[a:b]) for a, b in pairwise(places)])
         else:
-            pieces = _slices(filled(child), places)
-        for row, piece in zip(parts, pieces, strict=True):
-            row.append(piece)
-    return parts
+            pieces.append(_cells(filled(child), places))
+    return [b"".join(parts) for parts in zip(*pieces, strict=True)]
 
 
-def _add_column(rows: list[list[bytes | memoryview]], name: str, column: pa.Array) -> None:
-    """Append name and value of each row that has one."""
+def _column_cells(name: str, column: pa.Array) -> list[bytes]:
+    """Name and value of each row that has one; nothing for a null."""
     tag = _LENGTH.pack(len(name)) + name.encode()
-    valid: list[bool] | None = None if column.null_count == 0 else column.is_valid().to_pylist()
+    cells: Sequence[bytes | None]
     if pa.types.is_list(column.type):
-        for index, parts in enumerate(_lists(column)):
-            if valid is None or valid[index]:
-                rows[index].append(tag)
-                rows[index].extend(parts)
-        return
-    if pa.types.is_string(column.type) or pa.types.is_binary(column.type) or column.type in (pa.large_string(), pa.large_binary()):
-        cells: Sequence[bytes | memoryview | None] = _strings(column)
+        cells = _lists(column)
+    elif _is_text(column.type):
+        cells = _strings(column)
     else:
-        cells = _slices(filled(column), range(len(column) + 1))
-    for index, cell in enumerate(cells):
-        if cell is not None and (valid is None or valid[index]):
-            rows[index] += (tag, cell)
+        cells = _cells(filled(column), range(len(column) + 1))
+    if column.null_count == 0:
+        return [tag + cell for cell in cells if cell is not None]
+    valid = column.is_valid().to_pylist()
+    return [tag + cell if is_there and cell is not None else b"" for cell, is_there in zip(cells, valid, strict=True)]
 
 
 def row_digests(rows: pa.RecordBatch) -> list[bytes]:
     """Digest of each row, over the columns present but lsn and digest, in alphabetical order of their names."""
-    parts: list[list[bytes | memoryview]] = [[] for _ in range(rows.num_rows)]
     if not rows.num_rows:
         return []
-    for name in sorted(set(rows.schema.names) - _UNHASHED):
-        _add_column(parts, name, rows.column(name))
-    return [bytes_digest(*row) for row in parts]
+    columns = [_column_cells(name, rows.column(name)) for name in sorted(set(rows.schema.names) - _UNHASHED)]
+    return [hashlib.blake2b(b"".join(row), digest_size=SIZE).digest() for row in zip(*columns, strict=True)]
 
 
 def merkle_root(digests: Sequence[bytes]) -> bytes:

@@ -179,6 +179,10 @@ class Payload:
         little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
         return cls(kind=kind, data=little.tobytes(), shape=tuple(array.shape), dtype=little.dtype.str)
 
+    def to_array(self) -> np.ndarray:
+        """The array in it, read-only."""
+        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
+
     @property
     def payload_digest(self) -> str:
         """Name of the payload."""
