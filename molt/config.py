@@ -130,6 +130,8 @@ class VllmSettings(Room):
     start_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(300.0, gt=0)
     refit_timeout_s: float = Field(300.0, gt=0)
+    weight_transfer: Literal["file", "ipc", "nccl"] = "file"
+    """How new weights reach engines: a file in shared memory; CUDA handles on the same GPU; a broadcast to other GPUs."""
     kv_on_refit: Literal["keep", "recompute"] = "recompute"
     """keep: cache entries of in-flight requests stay from the old weights; recompute: they are made again."""
 
