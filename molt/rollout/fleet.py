@@ -23,6 +23,7 @@ from molt.rollout.tasks import RefitTimes
 from molt.rollout.weights import model_digest
 
 T = TypeVar("T")
+Send = Callable[[], Awaitable[None]]
 
 
 _LOG = logging.getLogger(__name__)
@@ -138,17 +139,21 @@ class Fleet:
         finally:
             del self._coming[old.spec.name]
 
-    async def refit(self, source: WeightSource, *, pause_mode: str) -> RefitTimes:
-        """Give all engines new weights. RefitError when no engine took them; then the old version serves on."""
-        async with self._one_refit:
-            return await self._refit(source, pause_mode)
+    async def refit(self, source: WeightSource, *, pause_mode: str, send: Send | None = None) -> RefitTimes:
+        """Give all engines new weights. RefitError when no engine took them; then the old version serves on.
 
-    async def _refit(self, source: WeightSource, pause_mode: str) -> RefitTimes:
+        send: what the trainer does while engines receive (a broadcast); None when the weights lie ready.
+        """
+        async with self._one_refit:
+            return await self._refit(source, pause_mode, send)
+
+    async def _refit(self, source: WeightSource, pause_mode: str, send: Send | None) -> RefitTimes:
         alive = {name: berth.handle for name, berth in self.berths.items() if berth.death is None}
         begin = time.perf_counter()
         held = await self._each(alive, lambda handle: handle.pause(pause_mode))
         paused = time.perf_counter()
-        reports = await self._each({name: alive[name] for name in held[0]}, lambda handle: handle.refit(source))
+        receipt = self._each({name: alive[name] for name in held[0]}, lambda handle: handle.refit(source))
+        reports = await receipt if send is None else (await asyncio.gather(receipt, send()))[0]
         loaded = time.perf_counter()
         failed = {**held[1], **reports[1], **_liars(source, reports[0])}
         good = {name: report for name, report in reports[0].items() if name not in failed}

@@ -24,7 +24,7 @@ from molt.log.rows import Event, event
 from molt.placement import Seat
 from molt.rollout.crew import Crew
 from molt.rollout.engine import EngineInfo, WeightSource
-from molt.rollout.fleet import Fleet
+from molt.rollout.fleet import Fleet, Send
 from molt.rollout.spec import engine_specs
 from molt.rollout.tasks import FailureReason, FinishedGroup, GroupTask, RefitTimes, RolloutDone, RolloutFailed, RolloutTask
 
@@ -136,14 +136,15 @@ class RolloutPool:
         engines = {name: berth.death or ("stale" if berth.is_stale else berth.num_rollouts) for name, berth in self._fleet.berths.items()}
         return f"{len(self._tasks)} groups, {self.num_members} rollouts in flight; rollouts by engine {engines}"
 
-    async def refit(self, source: WeightSource, *, step: int) -> RefitTimes:
+    async def refit(self, source: WeightSource, *, step: int, send: Send | None = None) -> RefitTimes:
         """Give all engines new weights, in the middle of calls when train.partial_rollout_enable is set.
 
-        RefitError when no engine took them: refit_failed is in the log and the old version serves on.
+        send: what the trainer does while engines receive, for transport nccl. RefitError when no engine took them: refit_failed
+        is in the log and the old version serves on.
         """
         mode = "keep" if self._config.train.partial_rollout_enable else "wait"
         try:
-            times = await self._fleet.refit(source, pause_mode=mode)
+            times = await self._fleet.refit(source, pause_mode=mode, send=send)
         except RefitError as error:
             await self._tell_refit_failed(source, step, {"all": str(error)})
             raise

@@ -28,8 +28,11 @@ def vllm_options(config: Config, *, is_cuda: bool | None = None) -> dict[str, An
     is_cuda = has_cuda() if is_cuda is None else is_cuda
     if not is_cuda and settings.sleep_level:
         raise SettingError(f"vllm.sleep_level={settings.sleep_level} frees GPU memory and there is no GPU; set it to 0")
+    if not is_cuda and settings.weight_transfer != "file":
+        raise SettingError(f"vllm.weight_transfer={settings.weight_transfer} goes from GPU to GPU and there is no GPU; set it to file")
     return {
         "is_cuda": is_cuda,
+        "transport": settings.weight_transfer,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "data_parallel_size": settings.data_parallel_size,
         "gpu_memory_utilization": settings.gpu_memory_utilization,

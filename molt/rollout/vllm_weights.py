@@ -21,6 +21,7 @@ from typing import Any
 
 from molt.errors import RefitError
 from molt.rollout.engine import WeightSource
+from molt.rollout.transfer import only_known
 from molt.rollout.weights import check_names, check_shapes, digest_tensors, model_digest, read_tensors, tensor_shapes
 
 _TIED = ("lm_head.weight",)
@@ -101,8 +102,7 @@ class VllmWeights:
         begin = time.perf_counter()
         try:
             if not self._is_transfer_ready:
-                init = json.loads(source.options.get("init", "{}"))
-                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=_init(source, self._name)))
                 self._is_transfer_ready = True
             await self.ask("molt_tap_open")
             await self._llm.start_weight_update()
@@ -151,8 +151,22 @@ class VllmWeights:
             on_unfit(f"a refit broke off and the last weights could not be put back ({error}); it needs another refit")
 
 
+def _init(source: WeightSource, name: str) -> dict[str, Any]:
+    """What this engine is told of the process group; nothing is needed for ipc."""
+    if source.transport == "ipc":
+        return {}
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+
+    groups = json.loads(source.options["init"])
+    if name not in groups:
+        raise RefitError(f"engine {name} is not in the trainer's process group ({', '.join(groups)}); make the group again")
+    return only_known(NCCLWeightTransferInitInfo, groups[name])
+
+
 def _updates(source: WeightSource) -> list[dict[str, Any]]:
     """What each update_weights call is given: JSON for nccl; for ipc a pickle, since CUDA handles are tuples of bytes."""
     if source.transport == "nccl":
-        return [json.loads(source.options["update"])]
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+
+        return [only_known(NCCLWeightTransferUpdateInfo, json.loads(source.options["update"]))]
     return list(pickle.loads(base64.b64decode(source.options["update"])))

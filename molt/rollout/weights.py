@@ -28,7 +28,7 @@ _SPARE_BYTES = 64 * 1024 * 1024
 def tensor_digest(tensor: torch.Tensor) -> str:
     """blake2b-128 hex over the bytes of one tensor, C order, in its own dtype."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).hexdigest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor], *, num_threads: int = 4) -> dict[str, str]:
@@ -48,7 +48,7 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in _tied_last(model):
-        place = (tensor.untyped_storage().data_ptr() + tensor.storage_offset(), tuple(tensor.shape))
+        place = (tensor.data_ptr(), tuple(tensor.shape))
         if tensor.numel() and place in seen:
             continue
         seen.add(place)

@@ -36,10 +36,10 @@ def test_engines_without_a_model_are_refused() -> None:
         engine_specs(Config())
 
 
-def arguments(*, is_cuda: bool, transport: str = "file", **rooms: dict[str, object]) -> dict[str, object]:
+def arguments(*, is_cuda: bool, **rooms: dict[str, object]) -> dict[str, object]:
     options = vllm_options(config(**rooms), is_cuda=is_cuda)
     options.pop("kv_on_refit")
-    return engine_arguments("/models/a", max_len=128, dtype="bfloat16", transport=transport, **options)
+    return engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options)
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
@@ -58,8 +58,9 @@ def test_settings_of_a_gpu_engine_reach_vllm() -> None:
         "enable_prefix_caching": False,
         "num_speculative_tokens": 3,
         "sleep_level": 1,
+        "weight_transfer": "nccl",
     }
-    told = arguments(is_cuda=True, transport="nccl", vllm=vllm, train={"routing_replay": True})
+    told = arguments(is_cuda=True, vllm=vllm, train={"routing_replay": True})
     assert told["tensor_parallel_size"] == 2 and told["data_parallel_size"] == 4
     assert told["gpu_memory_utilization"] == 0.5 and told["max_num_seqs"] == 17
     assert told["enable_prefix_caching"] is False and told["enforce_eager"] is False
@@ -75,9 +76,10 @@ def test_the_cpu_build_gets_its_environment() -> None:
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in told
 
 
-def test_sleep_without_a_gpu_is_refused() -> None:
-    with pytest.raises(SettingError, match="sleep_level=1"):
-        vllm_options(config(vllm={"sleep_level": 1}), is_cuda=False)
+@pytest.mark.parametrize(("key", "value"), [("sleep_level", 1), ("weight_transfer", "ipc")])
+def test_what_needs_a_gpu_is_refused_without_one(key: str, value: object) -> None:
+    with pytest.raises(SettingError, match=f"{key}={value}"):
+        vllm_options(config(vllm={key: value}), is_cuda=False)
 
 
 def test_what_crosses_processes_pickles() -> None:
