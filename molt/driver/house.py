@@ -59,7 +59,7 @@ async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callab
         stack.callback(stop_log_actor, log)
         sink = RaySink(log)
         seats = stack.enter_context(gpu_seats(config))
-        pool = RolloutPool(config, sink=sink, producer_name=f"pool-{attempt}", seats=seats.engines)
+        pool = RolloutPool(config, sink=sink, producer_name=f"pool-{attempt}", seats=seats.engines, run_dir=run.path)
         stack.push_async_callback(pool.stop)
         say("starting engines, rollout workers and trainer ranks")
         try:

@@ -125,16 +125,18 @@ class Fleet:
         try:
             await berth.handle.start()
             async with self._one_refit:
+                self.berths[spec.name] = berth
                 if self._source is not None:
                     await berth.handle.pause("keep")
                     await berth.handle.refit(self._source)
                     await berth.handle.resume()
                 berth.is_stale = False
-                self.berths[spec.name] = berth
+        except RefitError as error:
+            _LOG.warning("engine %s waits for the next refit: %s", spec.name, error)
         except EngineError as error:
+            self.berths[spec.name] = berth
             berth.death = f"it did not start in place of {old.spec.name}: {error}"
             berth.handle.kill()
-            self.berths[spec.name] = berth
             _LOG.warning("engine %s: %s", spec.name, berth.death)
         finally:
             del self._coming[old.spec.name]

@@ -15,18 +15,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from molt.config import Config
 from molt.errors import EngineError, RefitError, StalledError
 from molt.log.producer import Producer
+from molt.log.reader import LogReader
 from molt.log.rows import Event, event
 from molt.placement import Seat
 from molt.rollout.crew import Crew
 from molt.rollout.engine import EngineInfo, WeightSource
 from molt.rollout.fleet import Fleet, Send
 from molt.rollout.spec import engine_specs
-from molt.rollout.tasks import FailureReason, FinishedGroup, GroupTask, RefitTimes, RolloutDone, RolloutFailed, RolloutTask
+from molt.rollout.tasks import (
+    FOUND_COLUMNS,
+    FailureReason,
+    FinishedGroup,
+    GroupTask,
+    RefitTimes,
+    RolloutDone,
+    RolloutFailed,
+    RolloutTask,
+    done_from_rows,
+)
 
 _LOG = logging.getLogger(__name__)
 _CANCEL_S = 10.0
@@ -46,11 +58,15 @@ class RolloutPool:
         policy_version: int = 0,
         producer_name: str = "pool",
         seats: Sequence[Seat] = (),
+        run_dir: str | Path | None = None,
     ) -> None:
         self._config = config
         self._fleet = fleet or Fleet(engine_specs(config, model_path=model_path, policy_version=policy_version, seats=seats))
         self._crew = crew or Crew(config, sink=sink, model_path=model_path)
         self._producer = Producer(sink, producer_name)
+        self._sink = sink
+        self._run_dir = run_dir
+        """Where the log lies, so that a rollout whose worker died on its way back is found there instead of made again."""
         self._results: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._open: dict[str, set[int]] = {}
@@ -219,12 +235,21 @@ class RolloutPool:
             raise
         finally:
             berth.num_rollouts -= 1
+        if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ATTEMPT_LOST and self._run_dir is not None:
+            found = await asyncio.to_thread(self._find, task)
+            outcome = found or outcome
         if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ENGINE_ERROR:
             is_alive = await self._fleet.examine(task.engine)
             _LOG.warning(
                 "rollout %s failed on engine %s (%s): %s", task.rollout_id, task.engine, "alive" if is_alive else "dead", outcome.error
             )
         return outcome
+
+    def _find(self, task: RolloutTask) -> RolloutDone | None:
+        """A rollout that is in the log although its worker is gone."""
+        self._sink.flush()
+        rows = LogReader.open(str(self._run_dir)).cut().table("segments", list(FOUND_COLUMNS), where=f"rollout_id = '{task.rollout_id}'")
+        return done_from_rows(task, rows.to_pylist())
 
     async def _tell_failed(self, outcome: RolloutFailed, *, is_final: bool) -> None:
         await self._append(

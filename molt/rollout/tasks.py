@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from molt.rollout.engine import Engine
 
@@ -141,4 +142,30 @@ def failed_rollout(task: RolloutTask, reason: FailureReason, error: str, *, n_sa
         n_sampled=n_sampled,
         num_tries=task.try_number + 1,
         is_retryable=is_retryable,
+    )
+
+
+FOUND_COLUMNS = ("num_segments", "num_turns", "n_tokens", "n_sampled", "reward", "version_min", "is_truncated", "started_at", "finished_at")
+"""Columns of the segments table that say how a rollout ended."""
+
+
+def done_from_rows(task: RolloutTask, rows: Sequence[Mapping[str, Any]]) -> RolloutDone | None:
+    """The outcome of a rollout from its committed segments; None without any. They are committed together, so all are there."""
+    if not rows:
+        return None
+    assert len(rows) == rows[0]["num_segments"], "the segments of a rollout are committed together"
+    versions = [row["version_min"] for row in rows if row["version_min"] is not None]
+    return RolloutDone(
+        rollout_id=task.rollout_id,
+        group_id=task.group.group_id,
+        member=task.member,
+        engine=task.engine,
+        num_segments=len(rows),
+        num_turns=sum(row["num_turns"] for row in rows),
+        n_tokens=sum(row["n_tokens"] for row in rows),
+        n_sampled=sum(row["n_sampled"] for row in rows),
+        reward=rows[0]["reward"],
+        version_min=min(versions, default=None),
+        is_truncated=any(row["is_truncated"] for row in rows),
+        duration_s=max(row["finished_at"] for row in rows) - min(row["started_at"] for row in rows),
     )

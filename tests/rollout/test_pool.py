@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ from molt.errors import RefitError
 from molt.log.actor import RaySink, start_log_actor, stop_log_actor
 from molt.log.reader import LogReader
 from molt.rollout.pool import RolloutPool
-from molt.rollout.tasks import FailureReason, GroupTask
+from molt.rollout.tasks import FailureReason, GroupTask, RolloutTask
 from molt.rollout.weights import named_weights, write_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -99,7 +100,7 @@ class Rig:
 @asynccontextmanager
 async def rig(config: Config, folder: Path, run: str) -> AsyncIterator[Rig]:
     log = start_log_actor(folder / "run", run=run, attempt=1, store="durable")
-    pool = RolloutPool(config, sink=RaySink(log))
+    pool = RolloutPool(config, sink=RaySink(log), run_dir=folder / "run")
     try:
         await pool.start()
         yield Rig(pool, folder)
@@ -145,6 +146,17 @@ async def test_groups_end_with_their_segments_in_the_log(shared: Rig) -> None:
     assert {row["version_min"] for row in rows} == {0}
     assert max(done.num_turns for item in ended for done in item.done) == 3
     assert [body["group_id"] for body in shared.events("group_dispatched")] == [f"e0-p{index}" for index in range(4)]
+
+
+async def test_a_rollout_whose_worker_died_after_its_commit_is_found_in_the_log(shared: Rig) -> None:
+    await shared.pool.dispatch(group(5, size=1))
+    (done,) = (await shared.pool.next(LIMIT_S)).done
+    handle = shared.pool._fleet.berths[done.engine].handle
+    task = RolloutTask(group=group(5, size=1), member=0, try_number=0, engine=done.engine, handle=handle)
+    found = shared.pool._find(task)
+    assert found is not None
+    assert replace(found, duration_s=0.0) == replace(done, duration_s=0.0)
+    assert shared.pool._find(replace(task, try_number=1)) is None
 
 
 async def test_an_agent_that_raises_fails_its_rollouts_after_all_tries(shared: Rig) -> None:
