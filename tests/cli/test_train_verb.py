@@ -11,6 +11,7 @@ import pytest
 
 from molt.cli import app, train_rl_ray
 from molt.data.tiny import make_model
+from molt.machine import version_of
 
 PUBLISHED = """
 python3 -m molt.cli.train_rl_ray \
@@ -179,3 +180,11 @@ def test_json_output_is_one_document_whatever_the_pipeline_prints(inputs, tmp_pa
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"run": str(tmp_path / "runs" / "r"), "exit_code": 0}
     assert "a line of progress" in printed.err
+
+
+@pytest.mark.skipif(version_of("transformer-engine") is not None, reason="Transformer Engine is here")
+def test_published_command_line_says_what_the_machine_lacks(inputs, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train_rl_ray.main(shlex.split(PUBLISHED.format(**inputs))[3:]) == 2
+    assert "fsdp.attn_implementation=te needs Transformer Engine" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

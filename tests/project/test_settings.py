@@ -8,6 +8,7 @@ import pytest
 
 from molt.config import Config
 from molt.errors import SettingError
+from molt.places import folder
 from molt.settings import RENAMED, check, config_digest, dump_toml, field_types, flatten, parse_flags, resolve
 from molt.settings_docs import describe
 
@@ -177,3 +178,8 @@ def test_every_setting_is_described_once() -> None:
     documented = describe()
     assert [entry.key for entry in documented] == list(field_types())
     assert list(flatten(Config())) == list(field_types())
+
+
+@pytest.mark.parametrize("path", sorted(folder("examples").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_recipe_is_in_order(path: Path) -> None:
+    check(resolve([path], ["--actor.model_name_or_path", "model"]))
