@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,24 @@ def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path / "none")
     with pytest.raises(SettingError, match=r"neither config\.resolved\.toml nor log/"):
         open_run(tmp_path)
+
+
+def test_write_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A limit of 10 bytes a file stands for the full disk: the settings are longer."""
+    code = """
+import resource, signal, sys
+from molt.errors import LogFullError
+from molt.runs import create_run
+from molt.settings import resolve
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+config = resolve([], ["--run.dir", sys.argv[1], "--run.name", "r"])
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+try:
+    create_run(config)
+except LogFullError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
+    assert "run.dir=" in done.stdout
+    assert list(tmp_path.iterdir()) == []
