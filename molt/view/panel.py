@@ -177,8 +177,12 @@ def _cells(figures: Mapping[str, Any], pace: Pace) -> list[tuple[str, str]]:
         ("groups ready, running", f"{_number(figures.get('ready'))}, {_number(figures.get('running'))}"),
         ("rejected", "-" if share is None else f"{share:.1%}"),
         ("loss", _number(figures.get("loss"))),
-        ("train, log, wait", " ".join(duration(figures.get(name)) for name in ("train_s", "log_s", "wait_s"))),
+        ("train, log, wait", ", ".join(_seconds(figures.get(name)) for name in ("train_s", "log_s", "wait_s"))),
     ]
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}s" if value < 10 else duration(value)
 
 
 def _number(value: Any) -> str:
