@@ -42,6 +42,17 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+@contextlib.contextmanager
+def calm() -> Iterator[None]:
+    """Turn a panic of Lance into a ValueError, as its other complaints about damaged bytes are."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ValueError(f"panic: {error}") from error
+
+
 def reason_of(error: BaseException) -> str:
     """What Lance said, without the places in its own source."""
     return str(error).split(", /home/")[0].split(", /rustc/")[0][:300]

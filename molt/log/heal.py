@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import lance
 
 from molt.errors import CorruptLogError
+from molt.log.checked import calm
 from molt.log.home import Home
 from molt.log.stamp import CHECK, KEY, Stamp, stamp_of
 
@@ -54,7 +55,8 @@ def is_torn(content: bytes) -> bool:
 
 def open_version(home: Home, table: str, version: int) -> lance.LanceDataset:
     """A version of a table, read with caches of its own: what failed to open once is not remembered."""
-    return lance.LanceDataset(home.table(table), version=version, storage_options=home.storage_options, session=lance.Session())
+    with calm():
+        return lance.LanceDataset(home.table(table), version=version, storage_options=home.storage_options, session=lance.Session())
 
 
 def check_version(home: Home, table: str, version: int) -> None:

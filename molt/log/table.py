@@ -12,6 +12,7 @@ from lance.dataset import LanceOperation, Transaction
 from lance.fragment import FragmentMetadata, write_fragments
 
 from molt.errors import FencedError, LogError, LogFullError
+from molt.log.checked import calm
 from molt.log.crash import crashpoint
 from molt.log.home import Home, sync_directory, sync_files
 from molt.log.stamp import Stamp
@@ -98,7 +99,8 @@ class LogTable:
     def open(self) -> bool:
         """Open the newest version; False when the table does not exist."""
         try:
-            self._dataset = lance.LanceDataset(self.uri, storage_options=self.home.storage_options, session=self.home.session)
+            with calm():
+                self._dataset = lance.LanceDataset(self.uri, storage_options=self.home.storage_options, session=self.home.session)
         except ValueError as error:
             if "was not found" in str(error):
                 return False
