@@ -146,28 +146,32 @@ class Fleet:
 
         send: what the trainer does while engines receive (a broadcast); None when the weights lie ready.
         """
+        while self._coming and not any(berth.death is None for berth in self.berths.values()):
+            await asyncio.wait(set(self._coming.values()), return_when=asyncio.FIRST_COMPLETED)
         async with self._one_refit:
             return await self._refit(source, pause_mode, send)
 
     async def _refit(self, source: WeightSource, pause_mode: str, send: Send | None) -> RefitTimes:
         alive = {name: berth.handle for name, berth in self.berths.items() if berth.death is None}
         begin = time.perf_counter()
-        held = await self._each(alive, lambda handle: handle.pause(pause_mode))
+        counts, unpaused = await self._each(alive, lambda handle: handle.pause(pause_mode))
+        held = {name: alive[name] for name in counts}
         paused = time.perf_counter()
-        receipt = self._each({name: alive[name] for name in held[0]}, lambda handle: handle.refit(source))
-        reports = await receipt if send is None else (await asyncio.gather(receipt, send()))[0]
+        try:
+            reports, refused = await self._deliver(held, source, send)
+        except BaseException:
+            await self._each(held, lambda handle: handle.resume())
+            raise
         loaded = time.perf_counter()
-        failed = {**held[1], **reports[1], **_liars(source, reports[0])}
-        good = {name: report for name, report in reports[0].items() if name not in failed}
+        good = {name: report for name, report in reports.items() if report.policy_version == source.policy_version}
+        liars = {name: RefitError(f"reports version {reports[name].policy_version}") for name in reports if name not in good}
+        failed = {**unpaused, **refused, **liars}
+        _, unresumed = await self._each({name: held[name] for name in good}, lambda handle: handle.resume())
+        await self._settle(failed, unpaused=unpaused, is_any_good=bool(good))
         if not good:
-            await self._each({name: alive[name] for name in held[0]}, lambda handle: handle.resume())
             raise RefitError("; ".join(f"{name}: {error}" for name, error in failed.items()) or "no engine is alive")
         for name in good:
             self.berths[name].is_stale = False
-        for name in failed:
-            self.berths[name].is_stale = True
-        resumed = await self._each({name: alive[name] for name in good}, lambda handle: handle.resume())
-        await self._end_stale(failed)
         self.policy_version, self._source = source.policy_version, source
         verify_s = max(report.verify_s for report in good.values())
         return RefitTimes(
@@ -179,16 +183,44 @@ class Fleet:
             verify_s=verify_s,
             resume_s=time.perf_counter() - loaded,
             size_bytes=int(source.options.get("size_bytes", 0)),
-            num_in_flight=sum(held[0].values()),
-            failed={name: str(error) for name, error in {**failed, **resumed[1]}.items()},
+            num_in_flight=sum(counts.values()),
+            failed={name: str(error) for name, error in {**failed, **unresumed}.items()},
         )
 
-    async def _end_stale(self, failed: dict[str, Exception]) -> None:
-        """Engines that missed the refit end and refuse calls, so that their rollouts are tried again elsewhere."""
-        for name in failed:
-            await self.examine(name)
-        stale = {name: self.berths[name].handle for name in failed if self.berths[name].death is None}
-        await self._each(stale, lambda handle: handle.refuse(f"it missed a refit ({failed[handle.name]})"))
+    async def _deliver(
+        self, held: dict[str, EngineHandle], source: WeightSource, send: Send | None
+    ) -> tuple[dict[str, RefitReport], dict[str, Exception]]:
+        """Let paused engines take the weights, while the trainer sends them if it must. Every wait has vllm.refit_timeout_s."""
+        receipt = self._each(held, lambda handle: handle.refit(source))
+        if send is None:
+            return await receipt
+        answers, sent = await asyncio.gather(receipt, send(), return_exceptions=True)
+        if isinstance(answers, BaseException):
+            raise answers
+        reports, refused = answers
+        if isinstance(sent, BaseException):
+            _LOG.warning("the trainer's broadcast ended with %s: %s", type(sent).__name__, sent)
+            refused = {name: type(error)(f"{error}; the trainer's broadcast failed: {sent}") for name, error in refused.items()}
+        return reports, refused
+
+    async def _settle(self, failed: dict[str, Exception], *, unpaused: dict[str, Exception], is_any_good: bool) -> None:
+        """What becomes of engines that did not take the weights.
+
+        One that said no (RefitError) still holds the old ones: it serves on if all said no, else it is out of service until a later
+        refit. One that did not answer a refit is in a state that nobody knows: it is replaced. One that could not be paused is probed.
+        """
+        for name, error in failed.items():
+            if name in unpaused:
+                await self.examine(name)
+            elif not isinstance(error, RefitError):
+                self.retire(name, str(error))
+        left = {name: self.berths[name].handle for name in failed if self.berths[name].death is None}
+        if not is_any_good:
+            await self._each(left, lambda handle: handle.resume())
+            return
+        for name in left:
+            self.berths[name].is_stale = True
+        await self._each(left, lambda handle: handle.refuse(f"it missed a refit ({failed[handle.name]})"))
 
     async def _each(
         self, handles: dict[str, EngineHandle], ask: Callable[[EngineHandle], Awaitable[T]]
@@ -214,12 +246,3 @@ class Fleet:
         if coming:
             await asyncio.wait(coming, timeout=_PROBE_LIMIT_S)
         await asyncio.gather(*(berth.handle.stop() for berth in self.berths.values() if berth.death is None))
-
-
-def _liars(source: WeightSource, reports: dict[str, RefitReport]) -> dict[str, Exception]:
-    """Engines that say they serve another version than was sent."""
-    return {
-        name: RefitError(f"reports version {report.policy_version}, version {source.policy_version} was sent")
-        for name, report in reports.items()
-        if report.policy_version != source.policy_version
-    }
