@@ -251,6 +251,8 @@ class AdmissionSettings(Room):
     max_lag: int | None = Field(None, ge=0)
     """Oldest admissible token in versions; train.async_queue_size when absent."""
     incomplete_groups: Literal["drop", "keep"] = "drop"
+    max_dropped_groups: int = Field(256, gt=0)
+    """Groups dropped in a row after which the run stops and names the last reason."""
 
 
 class LogSettings(Room):

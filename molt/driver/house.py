@@ -56,7 +56,7 @@ async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callab
         attempt = run.begin_attempt()
         say("starting the log writer")
         log = start_log_actor(run.path, run=run.name, attempt=attempt, store=config.log.store)
-        stack.callback(stop_log_actor, log)
+        stack.callback(stop_log_actor, log, is_sealing=config.log.seal)
         sink = RaySink(log)
         seats = stack.enter_context(gpu_seats(config))
         pool = RolloutPool(config, sink=sink, producer_name=f"pool-{attempt}", seats=seats.engines, run_dir=run.path)

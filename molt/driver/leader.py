@@ -21,7 +21,7 @@ from dataclasses import asdict
 from typing import Any
 
 from molt.admission.capacity import capacity
-from molt.admission.decide import AdmissionRule, GroupVerdict
+from molt.admission.decide import AdmissionRule, Decision, GroupVerdict
 from molt.admission.inbox import Inbox
 from molt.admission.order import Place, PromptOrder
 from molt.admission.plan import StepPlan, plan_digest, plan_step, plan_to_json
@@ -55,6 +55,9 @@ class Leader:
         """Largest lsn when the newest step was recorded: what the weights build on lies at or before it."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint of this attempt."""
+        self.last_failure = "no failure"
+        """What the newest failed rollout said."""
+        self._dropped_in_row: list[GroupVerdict] = []
         self.num_recorded = 0
         """Steps trained or refused by this attempt."""
         self.policy_version = 0
@@ -124,6 +127,7 @@ class Leader:
                 if group.group.purpose == "train":
                     for failed in group.failed:
                         self.inbox.fail(failed.group_id, failed.member)
+                        self.last_failure = f"{failed.reason}: {failed.error}"
                 else:
                     self.evaluated.append(group)
             if finished:
@@ -137,9 +141,29 @@ class Leader:
     async def _take_in(self) -> None:
         rows = [row for row in self._segments.poll().to_pylist() if row.pop("purpose") == "train"]
         self.inbox.take_in(segment_rows(rows))
+        num_ready = len(self.inbox.ready)
         dropped = self.inbox.decide(self.policy_version)
         if dropped:
             await self.producer.append(events=[self._decided(verdict) for verdict in dropped])
+        if len(self.inbox.ready) > num_ready:
+            self._dropped_in_row = []
+        self._dropped_in_row += dropped
+        self._check_dry_streak()
+
+    def _check_dry_streak(self) -> None:
+        """StalledError when only dropped groups came for too long: more of the same would come for ever."""
+        dropped, limit = self._dropped_in_row, self.config.admission.max_dropped_groups
+        num_failed = sum(verdict.decision in (Decision.FAILED, Decision.INCOMPLETE) for verdict in dropped)
+        if num_failed >= min(limit, 2 * self.config.rollout.batch_size):
+            raise StalledError(
+                f"{num_failed} groups in a row failed and none was admitted; the last rollout failed with {self.last_failure}; "
+                "mend the agent or the engine and go on with --resume"
+            )
+        if len(dropped) >= limit:
+            raise StalledError(
+                f"admission.max_dropped_groups={limit} groups in a row were dropped, the last: {dropped[-1].decision}, {dropped[-1].reason}; "
+                "widen algo.reward.filter_range, take easier prompts, or raise the limit"
+            )
 
     async def _dispatch(self) -> None:
         if self.is_draining:

@@ -18,6 +18,7 @@ import ray
 
 from molt.errors import LogError, MoltError
 from molt.log.message import Ack, Message
+from molt.log.seal import seal_log
 from molt.log.writer import LogWriter
 
 CALL_LIMIT_S = 60.0
@@ -55,6 +56,10 @@ class _LogActor:
     async def flush(self) -> None:
         """Commit everything submitted so far."""
         await asyncio.to_thread(self._writer.flush)
+
+    async def seal(self) -> None:
+        """Compact, and write SEAL.json over everything committed so far."""
+        await asyncio.wrap_future(self._writer.between_commits(seal_log))
 
     async def close(self) -> None:
         """Commit what is queued and give the lease back."""
@@ -117,8 +122,10 @@ def start_log_actor(run_dir: str | Path, *, run: str, attempt: int = 1, store: s
     return handle
 
 
-def stop_log_actor(handle: Any, *, limit_s: float = CALL_LIMIT_S) -> None:
-    """Commit what is queued, give the lease back and end the actor."""
+def stop_log_actor(handle: Any, *, is_sealing: bool = False, limit_s: float = CALL_LIMIT_S) -> None:
+    """Commit what is queued, seal where asked, give the lease back and end the actor."""
+    if is_sealing:
+        ray.get(handle.flush.remote(), timeout=limit_s)
+        ray.get(handle.seal.remote(), timeout=limit_s)
     ray.get(handle.close.remote(), timeout=limit_s)
     ray.kill(handle, no_restart=True)
-    time.sleep(0)

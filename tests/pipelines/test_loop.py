@@ -1,0 +1,163 @@
+"""The loop end to end on real Ray, log and FSDP2: audits, replays, resumes after a kill, drains on Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.conftest import World
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+
+
+def test_asynchronous_run_audits_clean_and_its_ledger_closes(trained: World):
+    report = trained.audit("once")
+    assert report["is_well"] and len(report["invariants"]) >= 9
+    generated = sum(line["n_tokens"] for line in report["ledger"] if line["fate"] == "generated")
+    accounted = sum(line["n_tokens"] for line in report["ledger"] if line["fate"] != "generated")
+    assert generated == accounted > 0
+    lags = trained.sql("once", "select distinct lag from consumption order by lag")
+    assert [row["lag"] for row in lags] == [0, 1]  # generation ran one version ahead
+    refits = trained.sql("once", "select policy_version, weights_digest from weights_refit order by policy_version")
+    assert [row["policy_version"] for row in refits] == list(range(7))
+    assert len({row["weights_digest"] for row in refits}) == 7
+
+
+def test_log_opens_in_plain_lance_and_duckdb(trained: World):
+    program = """
+import sys
+import duckdb, lance
+segments = lance.dataset(sys.argv[1] + "/log/segments.lance")
+print(duckdb.sql("select count(*), sum(n_sampled) from segments").fetchone())
+assert not any(name.split(".")[0] == "molt" for name in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(trained.run("once"))], capture_output=True, text=True, check=True, timeout=60)
+    assert eval(done.stdout)[0] == 6 * 4 * 4  # six steps of four groups of four rollouts, one segment each
+
+
+def test_replay_reproduces_every_batch_loss_and_the_last_weights(trained: World):
+    done = trained.molt("replay", trained.run("once"), "--json")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    assert (report["is_equal"], report["num_compared"]) == (True, 6)
+    (last,) = trained.sql("once", "select weights_digest from step_trained order by step desc limit 1")
+    assert report["weights_digest"] == last["weights_digest"]
+
+
+def test_replay_stops_at_the_first_difference_and_names_it(trained: World):
+    """Another model under the recorded path: the first scores differ, and so does the digest that is compared before."""
+    model, kept = trained.path / "model" / "model.safetensors", trained.path / "kept.safetensors"
+    shutil.copy(model, kept)
+    try:
+        with model.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\0\0\x3f")
+        done = trained.molt("replay", trained.run("once"))
+    finally:
+        shutil.move(kept, model)
+    assert done.returncode == 1
+    assert "the run began with" in done.stderr + done.stdout
+
+
+def test_killed_driver_resumes_without_skipping_or_doubling(world: World, wait_for):
+    flags = world.flags("killed", train__num_steps=8, ckpt__save_interval=3)
+    driver = world.start("killed", "train", *flags)
+    try:
+        wait_for(lambda: "step=4 " in world.output("killed"), 150, "step 4")
+    finally:
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait(30)
+    resumed = world.molt("train", "--resume", world.run("killed"))
+    assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
+    world.audit("killed")  # prompts_in_order, trained_once, retrained_alike and the sum are among its questions
+    (attempt,) = world.sql("killed", "select resumed_from_step, resumed_from_checkpoint from attempt_started where attempt = 2")
+    assert attempt == {"resumed_from_step": 3, "resumed_from_checkpoint": "step-00000003"}
+    again = world.sql("killed", "select step, count(distinct weights_digest) as n from step_trained group by step order by step")
+    assert [row["step"] for row in again] == list(range(8))
+    assert all(row["n"] == 1 for row in again)  # what was trained again gave the same weights, bit by bit
+    replayed = world.molt("replay", world.run("killed"))
+    assert replayed.returncode == 0, replayed.stdout[-3000:] + replayed.stderr[-3000:]
+
+
+def test_first_interrupt_drains_and_the_run_can_go_on(world: World, wait_for):
+    driver = world.start("drained", "train", *world.flags("drained", train__num_steps=200, rollout__batch_size=4))
+    wait_for(lambda: "step=1 " in world.output("drained"), 150, "step 1")
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(90) == 0, world.output("drained")[-3000:]
+    assert "draining" in world.output("drained")
+    (ended,) = world.sql("drained", "select reason, num_steps from attempt_ended")
+    assert ended["reason"] == "drained" and ended["num_steps"] < 200
+    world.audit("drained")
+    resumed = world.molt("train", "--resume", world.run("drained"), f"--train.num_steps={ended['num_steps'] + 2}")
+    assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
+    world.audit("drained")
+
+
+def test_two_ranks_train_from_the_log_and_replay_equal(world: World):
+    world.train("two-ranks", fsdp__num_ranks=2, train__num_steps=3)
+    world.audit("two-ranks")
+    ranks = world.sql("two-ranks", "select distinct rank from consumption order by rank")
+    assert [row["rank"] for row in ranks] == [0, 1]
+    replayed = world.molt("replay", world.run("two-ranks"))
+    assert replayed.returncode == 0, replayed.stdout[-3000:] + replayed.stderr[-3000:]
+
+
+def test_real_questions_run_through_the_math_agent(world: World):
+    rows = Path(__file__).parents[1] / "data" / "fixtures" / "gsm8k_8.jsonl"
+    world.train(
+        "math",
+        data__prompt_dataset=rows,
+        data__max_len=1024,
+        train__micro_batch_tokens=4096,
+        train__agent_path=Path(__file__).parents[2] / "examples" / "math_agent.py",
+        train__num_steps=1,
+        train__batch_size=4,
+        rollout__batch_size=2,
+        rollout__n_samples_per_prompt=2,
+        algo__advantage__estimator="reinforce_baseline",
+    )
+    world.audit("math")
+    assert len(world.sql("math", "select reward from rollouts")) >= 4
+
+
+def test_used_name_is_refused_and_the_run_is_untouched(trained: World):
+    before = sorted(path for path in trained.run("once").rglob("*"))
+    done = trained.molt("train", *trained.flags("once"))
+    assert done.returncode == 2 and "run.name=once is used" in done.stderr + done.stdout
+    assert sorted(path for path in trained.run("once").rglob("*")) == before
+
+
+def test_agent_that_always_raises_stops_the_run_with_its_error(world: World, tmp_path: Path):
+    agent = tmp_path / "broken.py"
+    agent.write_text(
+        "import molt.agents as agents\n\n\n"
+        "class BrokenEnv(agents.Env):\n    async def step(self, action):\n        raise KeyError('no such tool')\n\n\n"
+        "class AgentRunner(agents.AgentRunner):\n    env = BrokenEnv\n"
+    )
+    done = world.molt("train", *world.flags("broken", train__agent_path=agent, rollout__num_tries=1))
+    assert done.returncode == 3 and "KeyError" in done.stderr + done.stdout
+    world.audit("broken")
+    failed = world.sql("broken", "select distinct reason from rollout_failed")
+    assert [row["reason"] for row in failed] == ["agent_error"]
+    assert world.sql("broken", "select count(*) as n from segments") == [{"n": 0}]  # never a reward of 0
+
+
+def test_stalled_run_names_the_suspect_and_leaves_with_3(world: World, tmp_path: Path):
+    agent = tmp_path / "hanging.py"
+    agent.write_text(
+        "import asyncio\n\nimport molt.agents as agents\n\n\n"
+        "class HangingEnv(agents.Env):\n    async def step(self, action):\n        await asyncio.sleep(3600)\n\n\n"
+        "class AgentRunner(agents.AgentRunner):\n    env = HangingEnv\n"
+    )
+    done = world.molt("train", *world.flags("hanging", train__agent_path=agent, train__step_timeout_s=45))
+    said = done.stderr + done.stdout
+    assert done.returncode == 3 and "train.step_timeout_s=45 passed while waiting for rollouts" in said and "in flight" in said
+    (ended,) = world.sql("hanging", "select what, limit_s from wait_ended_badly")
+    assert ended == {"what": "rollouts", "limit_s": 45.0}
