@@ -47,6 +47,9 @@ def load_automodel(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> tuple
     # The attention of plain sdpa knows no rows; it is replaced below, so AutoModel only needs a name that it accepts.
     lm = NeMoAutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", **options)
     lm = lm.to(torch.float32) if fsdp.ep_size == 1 else lm
+    for module in lm.modules():
+        if getattr(module, "aux_loss_coeff", 0.0):
+            module.aux_loss_coeff = 0.0  # a balancing loss would be a gradient that no recorded loss shows
     return lm, _use_rows(lm) if fsdp.attn_implementation == "sdpa" else fsdp.attn_implementation
 
 

@@ -54,7 +54,10 @@ class Policy:
         self.scorer: Any = shard(scorer, actor, fsdp, mesh)
         self.parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=self.peak_learning_rate, betas=actor.adam_betas, weight_decay=actor.weight_decay
+            [{"params": part} for part in by_mesh(self.parameters).values()],
+            lr=self.peak_learning_rate,
+            betas=actor.adam_betas,
+            weight_decay=actor.weight_decay,
         )
 
     def __call__(self, packed: Packed, *, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +100,8 @@ class Policy:
 
     def apply(self, norm: torch.Tensor) -> Update:
         """Clip by that norm and step once."""
-        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.actor.max_grad_norm, norm)
+        scale = torch.clamp(self.actor.max_grad_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_([_local(p.grad) for p in self.parameters if p.grad is not None], scale)
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -137,12 +141,17 @@ class Policy:
 
 def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """Norm over all gradients and ranks. Experts may lie on another mesh than the rest, so each mesh is summed by itself."""
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
-    for grad in grads:
-        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
-    norms = [torch.nn.utils.get_total_norm(part) for part in by_mesh.values()]
+    norms = [torch.nn.utils.get_total_norm(part) for part in by_mesh(grads).values()]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+
+
+def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
+    """Tensors grouped by the mesh that they are spread over; torch computes over one mesh at a time."""
+    groups: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return groups
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
