@@ -13,7 +13,8 @@ from molt.admission.decide import Decision
 from molt.errors import SettingError
 from molt.simulate.bias import Bias, distribution_bias, mean_bias
 from molt.simulate.history import History, PastGroup, read_history
-from molt.simulate.play import Outcome, count_fates, play_paced, play_recorded
+from molt.simulate.paced import play_paced
+from molt.simulate.play import Outcome, count_fates, play_recorded
 
 PACINGS = ("paced", "recorded")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,9 @@ from molt.admission.plan import SegmentRow
 from molt.config import Config
 from molt.errors import SettingError
 from molt.simulate.bias import distribution_bias, ks_p_value, mean_bias, welch_p_value
-from molt.simulate.history import History, PastGroup, PastRollout, PastStep, read_history
-from molt.simulate.play import count_fates, play_paced, play_recorded
+from molt.simulate.history import History, PastGroup, PastRollout, PastStep, _model_times, read_history
+from molt.simulate.paced import play_paced
+from molt.simulate.play import count_fates, play_recorded
 from molt.simulate.run import predict, simulate_run
 from tools.bench.made_run import make_run
 
@@ -31,7 +34,7 @@ def past(number: int, *, duration: float, sent: float = 0.0, version: int = 0, n
         finished_at=sent + duration,
         version_dispatched=version,
         segments=(row,),
-        rollouts=(PastRollout(rollout_id=row.rollout_id, wait_s=0.0, service_s=duration),),
+        rollouts=(PastRollout(rollout_id=row.rollout_id, wait_s=0.0, model_s=0.0, tool_s=duration, num_turns=1),),
         num_failed=0,
     )  # fmt: skip
 
@@ -44,7 +47,15 @@ def history(
         {"rollout": {"batch_size": groups_per_step, "n_samples_per_prompt": 1}, "train": {"batch_size": groups_per_step}}
     )
     steps = tuple(
-        PastStep(step=i, policy_version=i, planned_at=every_s * (i + 1), duration_s=step_s, num_groups=groups_per_step)
+        PastStep(
+            step=i,
+            policy_version=i,
+            planned_at=every_s * (i + 1),
+            duration_s=step_s,
+            train_s=step_s,
+            refit_s=0.0,
+            num_groups=groups_per_step,
+        )
         for i in range(num_steps)
     )
     return History(config=config, groups=tuple(groups), steps=steps, num_places=num_places, start_s=0.0, num_open=0)
@@ -63,6 +74,35 @@ def test_one_version_ahead_hides_the_rollouts_behind_the_steps():
     assert (found.num_steps, found.elapsed_s) == (3, 14.0)
     assert found.lag_max == 1
     assert found.wait_s == 3.0  # from 9 to 12
+
+
+@pytest.mark.parametrize(("is_partial", "wait_s"), [(False, 0.0), (True, 3.0)])
+def test_a_refit_waits_for_model_calls_unless_rollouts_are_partial(is_partial, wait_s):
+    # four groups of one 5 s call at 0; training 5-7, refit 7-8; training 8-10 while two more calls run 8-13.
+    # whole rollouts: the refit waits until 13, goes 13-14, training 14-16, refit 17, and nothing was waited for in between.
+    # partial: refit 10-11, the calls end 1 s later at 14, the trainer stands still 11-14, training 14-16, refit 17
+    groups = [past(i, duration=5.0) for i in range(6)]
+    calls = [replace(group, rollouts=tuple(replace(r, model_s=5.0, tool_s=0.0) for r in group.rollouts)) for group in groups]
+    played = history(calls, num_steps=3)
+    played = replace(played, steps=tuple(replace(step, refit_s=1.0) for step in played.steps))
+    if is_partial:
+        config = Config.model_validate(played.config.model_dump() | {"train": {"batch_size": 2, "partial_rollout_enable": True}})
+        played = replace(played, config=config)
+    found = predict(played, max_lag=1)
+    assert (found.num_steps, found.elapsed_s, found.wait_s) == (3, 17.0, wait_s)
+
+
+def test_places_bound_what_runs_at_once():
+    # two places: of four groups of 5 s the second pair starts at 5, so the first step (5-7) and the second (10-12)
+    found = predict(history([past(i, duration=5.0) for i in range(4)], num_steps=2, num_places=2), max_lag=1)
+    assert (found.num_steps, found.elapsed_s) == (2, 12.0)
+
+
+def test_model_time_is_what_is_usual_and_the_rest_is_tools():
+    # seven rollouts of 1 s and one of 9 s under one version: three in four take 1 s, so 8 s of the long one are tools
+    spans = {f"g{i}": {f"g{i}/0/0": (0.0, 9.0 if i == 7 else 1.0)} for i in range(8)}
+    found = _model_times({name: (0.0, 0) for name in spans}, spans, Counter({f"g{i}/0/0": 10 for i in range(8)}))
+    assert found["g7/0/0"] == found["g0/0/0"] == 1.0
 
 
 def test_slow_prompts_are_lost_under_a_tight_bound():
