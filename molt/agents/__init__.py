@@ -1,6 +1,7 @@
 """Agents: the programs that act, and the capture of what the policy sampled for them."""
 
 from molt.agents.env import Action, AgentRunner, Env, Model, Observation, Result, StopReason, Tool, ToolCall
+from molt.data.messages import Message
 from molt.data.prompts import Prompt
 
-__all__ = ["Action", "AgentRunner", "Env", "Model", "Observation", "Prompt", "Result", "StopReason", "Tool", "ToolCall"]
+__all__ = ["Action", "AgentRunner", "Env", "Message", "Model", "Observation", "Prompt", "Result", "StopReason", "Tool", "ToolCall"]
