@@ -15,10 +15,10 @@ NUM_TRIES = 2
 
 async def refit(house: House, leader: Leader, *, policy_version: int, step: int) -> None:
     """Publish the weights as a version and let every engine take them; raises RefitError when none does."""
-    source = await house.ranks.publish_weights(policy_version)
+    source = await house.ranks.publish_weights(policy_version, engines=[engine.name for engine in house.engines])
     for tried in range(1, NUM_TRIES + 1):
         try:
-            times = await house.pool.refit(source, step=step)
+            times = await house.pool.refit(source, step=step, send=house.ranks.sender(source))
             break
         except RefitError:
             if tried == NUM_TRIES:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,8 @@ def save(root: Path, policies: dict[str, Policy], position: Position) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_state(policies), checkpoint_id=partial)
+    with _optimizers_on_device(policies):
+        dcp.save(_state(policies), checkpoint_id=partial)
     if dist.get_rank() == 0:
         (partial / POSITION).write_text(json.dumps(asdict(position), indent=1))
         _publish(partial, final)
@@ -73,6 +76,13 @@ def load(folder: Path, policies: dict[str, Policy]) -> Position:
     if (reason := incomplete(folder)) is not None:
         raise DataError(f"checkpoint {folder} is not complete: {reason}; load an older one")
     position = read_position(folder)
+    with _optimizers_on_device(policies):
+        _load_state(folder, policies, position)
+    return position
+
+
+def _load_state(folder: Path, policies: dict[str, Policy], position: Position) -> None:
+    """Tensors of a complete checkpoint, and the random states where it has those of this rank."""
     state = _state(policies, position.num_updates)
     rng = {key: value for key, value in state.pop("rng").items()}
     known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -85,7 +95,15 @@ def load(folder: Path, policies: dict[str, Policy]) -> Position:
             set_optimizer_state_dict(policy.scorer, policy.optimizer, state[name]["optimizer"])
     if has_rng:
         _set_rng(rng)
-    return position
+
+
+@contextmanager
+def _optimizers_on_device(policies: dict[str, Policy]) -> Iterator[None]:
+    """Moments beside their parameters while they are saved or loaded."""
+    with ExitStack() as stack:
+        for policy in policies.values():
+            stack.enter_context(policy.optimizer_on_device())
+        yield
 
 
 def newest(root: Path) -> Path | None:

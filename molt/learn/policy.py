@@ -6,6 +6,8 @@ Every rank calls the same methods in the same order; each forward, backward and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +53,8 @@ class Policy:
         self.device = device_of(mesh)
         self.num_steps = num_steps
         self.num_updates = 0
+        self.is_optimizer_offloaded = fsdp.offload == "optimizer"
+        """Moments lie on the host between updates."""
         self.scorer: Any = shard(scorer, actor, fsdp, mesh)
         self.parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -105,24 +109,35 @@ class Policy:
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        with self.optimizer_on_device():
+            self.optimizer.step()
         self.forget_gradient()
         self.num_updates += 1
         return Update(grad_norm=float(norm), learning_rate=rate)
+
+    @contextmanager
+    def optimizer_on_device(self) -> Iterator[None]:
+        """Bring the moments to the device for as long as they are needed, where fsdp.offload keeps them on the host."""
+        if not self.is_optimizer_offloaded:
+            yield
+            return
+        _move_state(self.optimizer, self.device)
+        yield
+        _move_state(self.optimizer, torch.device("cpu"))
 
     def forget_gradient(self) -> None:
         """Drop what was accumulated since the last update."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def full_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Whole tensors on the CPU under the model's own names, tied ones once. A collective: every rank gets all."""
+    def full_tensors(self, dtype: torch.dtype | None = None, *, is_on_device: bool = False) -> dict[str, torch.Tensor]:
+        """Whole tensors under the model's own names, tied ones once, on the CPU or on the device. A collective: every rank gets all."""
         tensors: dict[str, torch.Tensor] = {}
         self.reshard()
         for name, parameter in self.scorer.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            whole = whole.detach().to("cpu", dtype or whole.dtype)
+            whole = whole.detach().to(self.device if is_on_device else "cpu", dtype or whole.dtype)
             # A gathered tensor may be a view into a padded buffer, and on one rank it is the weight itself; what leaves is a copy.
-            is_view = parameter.device.type == "cpu" or whole.untyped_storage().nbytes() != whole.nbytes
+            is_view = parameter.device.type == whole.device.type or whole.untyped_storage().nbytes() != whole.nbytes
             tensors[_bare(name)] = whole.clone() if is_view else whole
         return tensors
 
@@ -180,6 +195,23 @@ def _sum_gradients(scorer: nn.Module) -> nn.Module:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return scorer
+
+
+def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the moments of all parameters; page-locked on the host, so that they come back at full speed."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                local = _local(value).to(device, non_blocking=device.type == "cuda")
+                local = local.pin_memory() if device.type == "cpu" and torch.cuda.is_available() else local
+                state[name] = _like(value, local)
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The same tensor with another local part, spread as before."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def _bare(name: str) -> str:

@@ -122,6 +122,7 @@ class RankProcess(Member):
         frozen = None
         if is_policy and needs_frozen(config) and config.reference.placement == "colocated":
             frozen = FrozenModel(frozen_path(config, spec.model_path), config, mesh, num_entries=vocabulary)
+        self.publisher = weights.Publisher(self.policy, config.vllm.weight_transfer)
         self.policies = {"actor": self.policy} | ({} if critic is None else {"critic": critic.policy})
         producer = None
         if spec.mode == "record":
@@ -141,9 +142,14 @@ class RankProcess(Member):
         assert isinstance(self.ranked, SupervisedRank), "only supervised ranks evaluate a plan"
         return self.ranked.evaluate(plan)
 
-    def publish(self, version: int, folder: str) -> WeightSource | None:
-        """Write the weights for engines of this host; rank 0 returns where."""
-        return weights.publish(self.policy, version, Path(folder))
+    def publish(self, version: int, folder: str, engines: list[str]) -> WeightSource | None:
+        """Make the weights ready for engines; rank 0 returns where."""
+        vllm = self.spec.config.vllm
+        return self.publisher.publish(version, Path(folder), engines, vllm.tensor_parallel_size * vllm.data_parallel_size)
+
+    def send(self) -> None:
+        """Rank 0: broadcast what was published last to engines that are receiving."""
+        self.publisher.send()
 
     def weights_digest(self) -> str:
         """Model digest over the weights as they are sent."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +120,24 @@ class RankGroup:
         """Mean negative log-prob over the targets of a plan, for a supervised group."""
         return (await self._ask("evaluate", plan))[0]
 
-    async def publish_weights(self, version: int) -> WeightSource:
-        """Write the weights as that version; the version before the previous one is removed, since no engine starts from it."""
+    async def publish_weights(self, version: int, *, engines: Sequence[str] = ()) -> WeightSource:
+        """Make the weights ready as that version; the version before the previous one is removed, since no engine starts from it.
+
+        engines: names of those that a broadcast reaches (vllm.weight_transfer=nccl).
+        """
         folder = weights_folder(self.run) if SHARED_MEMORY.is_dir() else self.run_dir / "weights"
-        source: WeightSource = (await self._ask("publish", version, str(folder)))[0]
+        source: WeightSource = (await self._ask("publish", version, str(folder), list(engines)))[0]
         self._published.append(source)
         while len(self._published) > 2:
             remove_weights(self._published.pop(0))
         return source
+
+    def sender(self, source: WeightSource) -> Callable[[], Awaitable[None]] | None:
+        """What the trainer must do while engines receive: a broadcast for transport nccl, nothing for the others."""
+        return self._send if source.transport == "nccl" else None
+
+    async def _send(self) -> None:
+        await self._wait("send", [asyncio.ensure_future(_result(self._actors[0].send.remote()))])
 
     async def weights_digest(self) -> str:
         """Model digest over the weights as they are sent to engines."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,12 +11,13 @@ import torch.distributed as dist
 
 from molt.learn.policy import SENT_DTYPES, Policy
 from molt.rollout.engine import WeightSource
+from molt.rollout.transfer import NcclSender, Offer, offer_ipc
 from molt.rollout.weights import checkpoint_names, digest_tensors, model_digest, write_weights
 
 
-def sent_tensors(policy: Policy) -> dict[str, torch.Tensor]:
-    """Whole tensors as engines get them. A collective; every rank gets them all."""
-    tensors = policy.full_tensors(SENT_DTYPES[policy.actor.dtype])
+def sent_tensors(policy: Policy, *, is_on_device: bool = False) -> dict[str, torch.Tensor]:
+    """Whole tensors as engines get them, on the CPU unless they are to stay on the device. A collective; every rank gets them all."""
+    tensors = policy.full_tensors(SENT_DTYPES[policy.actor.dtype], is_on_device=is_on_device)
     adapter = getattr(policy.scorer.lm, "state_dict_adapter", None)
     if adapter is not None:  # AutoModel keeps experts grouped; the checkpoint has them apart
         return {name: tensor.contiguous() for name, tensor in adapter.to_hf(tensors).items()}
@@ -29,7 +32,34 @@ def sent_digest(policy: Policy) -> str:
     return digest[0]
 
 
-def publish(policy: Policy, version: int, folder: Path) -> WeightSource | None:
-    """Write the weights where engines of this host read them. A collective; rank 0 returns where they lie."""
-    tensors = sent_tensors(policy)
-    return write_weights(tensors, policy_version=version, folder=folder) if dist.get_rank() == 0 else None
+class Publisher:
+    """Hands weights over to engines: through a file in shared memory, CUDA handles on the same GPU, or a broadcast to other GPUs.
+
+    What engines read stays until the next version is published.
+    """
+
+    def __init__(self, policy: Policy, transport: str) -> None:
+        """transport: file, ipc or nccl."""
+        self.policy = policy
+        self.transport = transport
+        self._offer: Offer | None = None
+        self._sender: NcclSender | None = None
+
+    def publish(self, version: int, folder: Path, engines: Sequence[str], gpus_per_engine: int) -> WeightSource | None:
+        """Make a version ready. A collective; rank 0 returns where the weights are."""
+        tensors = sent_tensors(self.policy, is_on_device=self.transport != "file")
+        if dist.get_rank() != 0:
+            return None
+        if self.transport == "file":
+            return write_weights(tensors, policy_version=version, folder=folder)
+        if self.transport == "ipc":
+            self._offer = offer_ipc(tensors, policy_version=version)
+            return self._offer.source
+        if self._sender is None:
+            self._sender = NcclSender(engines, gpus_per_engine=gpus_per_engine)
+        return self._sender.source(tensors, policy_version=version)
+
+    def send(self) -> None:
+        """Rank 0: broadcast what was published last (nccl). Returns when every engine has it; they must be receiving meanwhile."""
+        assert self._sender is not None, "nothing was published for a broadcast"
+        asyncio.run(self._sender.send())

@@ -91,3 +91,12 @@ def test_non_finite_weights_refuse_the_step_and_name_the_token(model: Path) -> N
     assert result.refused is not None and result.refused.reason is RefusalReason.NON_FINITE
     assert any(name in result.refused.error for name in rows_hit)
     assert rank.policy.num_updates == 0
+
+
+def test_offloaded_optimizer_gives_the_same_weights(model: Path) -> None:
+    rows, digests = make_rows(4), []
+    for offload in ("none", "optimizer"):
+        rank = make_rank(make_config(model, fsdp={"offload": offload}), rows)
+        digests.append([rank.train(make_plan(rows, step=step)).weights_digest for step in range(3)])
+    assert digests[0] == digests[1]
+    assert rank.policy.is_optimizer_offloaded
