@@ -8,7 +8,6 @@ worker process: Producer -> RaySink.submit --ObjectRef--> molt-log-<run> (one ac
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
 from molt.log.batch import HEAVY, SegmentBatch, batch_of, from_rows, one_batch, verify_rows
-from molt.log.checked import damage_named
+from molt.log.checked import damage_named, is_gone
 from molt.log.descriptor import FORMAT
 from molt.log.holds import hold
 from molt.log.home import Home
@@ -172,7 +172,7 @@ class Cut:
             with damage_named(where):
                 return read()
         except (OSError, ValueError) as error:
-            if self._reopen is None or "Not found" not in str(error):
+            if self._reopen is None or not is_gone(error):
                 raise
             self._datasets[name], self._newest_lsn[name] = self._reopen(name)
         with damage_named(where):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import lance
 import numpy as np
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
-from molt.log.checked import damage_named
+from molt.log.checked import damage_named, is_gone
 from molt.log.crash import crashpoint
 from molt.log.cut import Cut, cut_point, newest_stamps
 from molt.log.descriptor import Descriptor, read_descriptor
@@ -21,6 +22,10 @@ from molt.log.stamp import newest_stamp
 from molt.log.tombstone import LOST, tombstones_of
 from molt.log.upcast import refuse_newer
 from molt.schema import TABLES
+
+T = TypeVar("T")
+_TRIES = 20
+"""Reads in a row that may lose the race with clean-up."""
 
 
 class LogReader:
@@ -69,6 +74,9 @@ class LogReader:
 
     def cut(self, at: int | None = None) -> Cut:
         """A consistent view: everything up to the newest complete group, or up to lsn `at`."""
+        return self._again(lambda: self._cut(at))
+
+    def _cut(self, at: int | None) -> Cut:
         stamps = newest_stamps({name: self.newest(name) for name in reversed(TABLES)})
         datasets = {name: self.newest(name) for name in reversed(TABLES)}
         opened = newest_stamps(datasets)
@@ -78,15 +86,19 @@ class LogReader:
                 raise LogError(f"at={at}: the log reaches only to lsn {lsn}; give a smaller one")
             lsn = at
         newest_lsn = {name: stamp.lsn_end for name, stamp in opened.items()}
-        return Cut(
-            self.home,
-            {name: datasets[name] for name in TABLES},
-            lsn,
-            newest_lsn,
-            self._index,
-            self._reopened,
-            written=self.descriptor.format,
-        )
+        newest = {name: datasets[name] for name in TABLES}
+        return Cut(self.home, newest, lsn, newest_lsn, self._index, self._reopened, written=self.descriptor.format)
+
+    def _again(self, read: Callable[[], T]) -> T:
+        """Read; once more from newer versions when clean-up took those that were just opened."""
+        for _ in range(_TRIES - 1):
+            try:
+                return read()
+            except (OSError, ValueError) as error:
+                if not is_gone(error) or isinstance(error, CorruptLogError):
+                    raise
+                self._datasets.clear()
+        return read()
 
     def _reopened(self, table: str) -> tuple[lance.LanceDataset, int]:
         """Newest version of a table and its last lsn."""
@@ -124,29 +136,33 @@ class Tail:
 
     def poll(self) -> pa.Table:
         """Rows that came since the last poll; an empty table when none did."""
+        rows = self._reader._again(self._poll)
+        crashpoint("reader.after_poll")
+        return rows
+
+    def _poll(self) -> pa.Table:
         dataset = self._reader.newest(self._table)
         names = [name for name in (dataset.schema.names if self._columns is None else self._columns) if name != "data"]
         if dataset.version == self._seen_version:
             return pa.schema([dataset.schema.field(name) for name in names]).empty_table()
-        if self._seen_rows is None:
-            self._seen_rows = dataset.count_rows(filter=f"lsn <= {self.after}") if self.after >= 0 else 0
+        seen_rows = self._seen_rows
+        if seen_rows is None:
+            seen_rows = dataset.count_rows(filter=f"lsn <= {self.after}") if self.after >= 0 else 0
         fresh = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id > self._seen_fragment]
         read = names if "lsn" in names else [*names, "lsn"]
         with damage_named(f"log={self._reader.home.where}: table {self._table}"):
             rows = dataset.scanner(columns=read, filter=f"lsn > {self.after}", fragments=fresh).to_table().sort_by("lsn")
-        self._check_count(rows, newest_stamp(dataset).rows_end)
+        rows_end = newest_stamp(dataset).rows_end
+        self._check_count(rows, rows_end - seen_rows)
         if len(rows):
             self.after = rows["lsn"][-1].as_py()
+        self._seen_rows = rows_end
         self._seen_fragment = max((fragment.fragment_id for fragment in fresh), default=self._seen_fragment)
         self._seen_version = dataset.version
-        crashpoint("reader.after_poll")
         return rows.select(names)
 
-    def _check_count(self, rows: pa.Table, rows_end: int) -> None:
+    def _check_count(self, rows: pa.Table, expected: int) -> None:
         """As many rows came as were appended, each under an lsn of its own: one less is lost, one more is doubled."""
-        assert self._seen_rows is not None, "poll() sets it"
-        expected = rows_end - self._seen_rows
-        self._seen_rows = rows_end
         lsn = np.asarray(rows["lsn"])
         if len(rows) == expected and (np.diff(lsn) > 0).all():
             return

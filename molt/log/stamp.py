@@ -17,6 +17,7 @@ import lance
 import orjson
 
 from molt.errors import CorruptLogError
+from molt.log.checked import is_gone
 from molt.log.digest import bytes_digest
 
 KEY, CHECK = "molt", "molt.check"
@@ -78,6 +79,8 @@ def stamp_of(dataset: lance.LanceDataset, version: int) -> Stamp | None:
         transaction = dataset.read_transaction(version)
         return Stamp.from_properties(transaction.transaction_properties if transaction else None)
     except (OSError, ValueError, TypeError) as error:
+        if is_gone(error):
+            raise
         reason = str(error).split(", /home/")[0]
         raise CorruptLogError(f"{dataset.uri}: the manifest of version {version} is damaged: {reason}; run molt fsck") from error
 

@@ -40,6 +40,8 @@ class UpkeepSettings(Room):
     """Live fragments of a table past which it is compacted."""
     keep_versions: int = Field(gt=1)
     """Newest versions that clean-up keeps, beside those that a pin or a live reader needs."""
+    grace_s: float = Field(1.0, ge=0)
+    """Time in which a version that was the newest is kept, for readers that have just opened it."""
     max_manifest_share: float = Field(gt=0)
     """Bytes of manifests over bytes of data past which an alarm is told."""
     target_bytes: int = Field(gt=0)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import lance
 import orjson
+import pyarrow.compute as pc
 from lance.optimize import Compaction, RewriteResult
 
 from molt.errors import FencedError, LogError
@@ -25,7 +27,9 @@ from molt.log.crash import crashpoint
 from molt.log.holds import held_versions
 from molt.log.table import Fence, LogTable
 
-_MANY_ROWS = 1 << 40
+_MANY = 1 << 40
+_BATCH_BYTES = 16 << 20
+"""What a merge that has to decode holds at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,37 @@ def run_to_merge(weights: list[int], *, heaviest: int) -> int:
     return count if count > 1 else 0
 
 
-def _weight(fragment: lance.LanceFragment) -> int:
-    """Rows; bytes would need a read of sizes that compacted fragments do not carry."""
-    return int(fragment.metadata.physical_rows)
+def runs_within(sizes: list[int], *, most: int) -> list[range]:
+    """All fragments as runs of neighbours that weigh no more than `most` together."""
+    runs, start, total = [], 0, 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > most:
+            runs.append(range(start, place))
+            start, total = place, 0
+        total += size
+    return [*runs, range(start, len(sizes))] if sizes else []
+
+
+class Sizes:
+    """Bytes of fragments, blobs included, looked up once each."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], int] = {}
+
+    def of(self, table: LogTable, fragment: lance.LanceFragment) -> int:
+        """Bytes of a fragment; Lance does not count blobs, and forgets the size of what it merged."""
+        key = table.name, fragment.fragment_id
+        if key not in self._known:
+            sizes = [file.file_size_bytes for file in fragment.metadata.files]
+            if not all(sizes):
+                listed = table.home.sizes(table.name)
+                sizes = [listed.get(f"data/{file.path}", 0) for file in fragment.metadata.files]
+            blobs = 0
+            if table.name == "payloads":
+                rows = table.dataset.scanner(columns=["size_bytes"], fragments=[fragment]).to_table()
+                blobs = pc.sum(rows["size_bytes"]).as_py() or 0
+            self._known[key] = sum(int(size or 0) for size in sizes) + blobs
+        return self._known[key]
 
 
 class StepFence(Fence):
@@ -70,7 +102,10 @@ class Upkeep:
     def __init__(self, core: LogCore) -> None:
         self._core = core
         self._settings = core.store.upkeep
+        self._sizes = Sizes()
         self._since_clean_up = dict.fromkeys(core.tables, 0)
+        self._newest: dict[str, deque[tuple[float, int]]] = {name: deque() for name in core.tables}
+        """When which version was seen to be the newest: one that was, less than grace_s ago, may just have been opened."""
 
     def run(self) -> list[Alarm]:
         """Compact and clean up what is due; the alarms of this round."""
@@ -78,74 +113,81 @@ class Upkeep:
         if self._core.pending is not None:
             return alarms
         for name, table in self._core.tables.items():
+            self._newest[name].append((time.monotonic(), table.dataset.version))
             if table.num_fragments > self._settings.max_fragments:
                 self.compact(table)
             if table.dataset.version - self._since_clean_up[name] >= self._settings.keep_versions:
                 self._since_clean_up[name] = table.dataset.version
-                self.clean_up(table)
+                self.clean_up(table, before=self._settled(name))
                 alarms += self._alarms(table)
         return alarms
+
+    def _settled(self, table: str) -> int:
+        """The version that was newest grace_s ago; older ones are open to nobody who does not hold them."""
+        seen, limit = self._newest[table], time.monotonic() - self._settings.grace_s
+        while len(seen) > 1 and seen[1][0] <= limit:
+            seen.popleft()
+        return seen[0][1] if seen and seen[0][0] <= limit else 0
 
     def compact(self, table: LogTable, *, is_full: bool = False) -> int:
         """Merge fragments; the number that went away. The content, its order and its row ids stay as they are."""
         fragments = table.dataset.get_fragments()
-        count = len(fragments) if is_full else run_to_merge([_weight(fragment) for fragment in fragments], heaviest=self._heaviest(table))
-        if count < 2:
-            return 0
+        sizes = [self._sizes.of(table, fragment) for fragment in fragments]
+        if is_full:
+            runs = runs_within(sizes, most=self._settings.target_bytes)
+        else:
+            count = run_to_merge(sizes, heaviest=self._settings.target_bytes)
+            runs = [range(len(fragments) - count, len(fragments))]
+        for run in runs:
+            chosen = [fragments[place] for place in run]
+            if len(chosen) > 1 or any(fragment.metadata.deletion_file for fragment in chosen):
+                self._merge(table, {fragment.fragment_id for fragment in chosen}, sum(sizes[place] for place in run))
+        return len(fragments) - len(table.dataset.get_fragments())
+
+    def _merge(self, table: LogTable, chosen: set[int], size: int) -> None:
+        """Rewrite those neighbours as one, and carry the state of the log over to the new version."""
         crashpoint("upkeep.before_compact")
+        home, others = self._core.home, [item.fragment_id for item in table.dataset.get_fragments() if item.fragment_id not in chosen]
         fence = StepFence(table.dataset.version + 1)
-        dataset = lance.LanceDataset(
-            table.uri, storage_options=self._core.home.storage_options, session=self._core.home.session, commit_lock=fence
-        )
+        dataset = lance.LanceDataset(table.uri, storage_options=home.storage_options, session=home.session, commit_lock=fence)
         if dataset.version != table.dataset.version:
-            raise FencedError(
-                f"log={self._core.home.where}: table {table.name} moved to version {dataset.version}; another writer took the run"
-            )
+            raise FencedError(f"log={home.where}: table {table.name} moved to version {dataset.version}; another writer took the run")
+        rows = sum(item.metadata.physical_rows for item in dataset.get_fragments() if item.fragment_id in chosen)
         plan = Compaction.plan(
             dataset,
             {
                 "compaction_mode": "try_binary_copy",
-                "target_rows_per_fragment": _MANY_ROWS,
-                "max_bytes_per_file": self._settings.target_bytes * 4,
+                "target_rows_per_fragment": _MANY,
+                "max_bytes_per_file": _MANY,
+                "materialize_deletions_threshold": 0.0,
                 "num_threads": 1,
-                "excluded_fragment_ids": [fragment.fragment_id for fragment in fragments[: len(fragments) - count]],
+                "batch_size": max(1, min(8192, _BATCH_BYTES * rows // max(size, 1))),
+                "excluded_fragment_ids": others,
             },
         )
         results = [_without_version_lists(task.execute(dataset)) for task in plan.tasks]
         crashpoint("upkeep.after_rewrite")
         if not results:
-            return 0
+            return
         if self._core.store.is_synced:
             table.sync([fragment for result in results for fragment in result.new_fragments])
         try:
             Compaction.commit(dataset, results)
         except OSError as error:
-            if fence.met is not None:
-                raise FencedError(f"log={self._core.home.where}: table {table.name}: {error}") from error
-            raise LogError(f"log={self._core.home.where}: table {table.name}: compaction failed; {error}") from error
+            kind = FencedError if fence.met is not None else LogError
+            raise kind(f"log={home.where}: table {table.name}: compaction failed; {error}") from error
         table.open()
         crashpoint("upkeep.after_compact")
         table.commit([], self._core.state.stamp(table.name, "carry"))
         if self._core.store.is_synced:
             table.sync([])
-        return len(fragments) - len(table.dataset.get_fragments())
 
-    def _heaviest(self, table: LogTable) -> int:
-        """Rows of a fragment of target_bytes, from the sizes of the newest fragments that carry one."""
-        rows = size = 0
-        for fragment in table.dataset.get_fragments()[-self._settings.max_fragments :]:
-            sizes = [file.file_size_bytes for file in fragment.metadata.files]
-            if all(sizes):
-                rows += _weight(fragment)
-                size += sum(int(part or 0) for part in sizes)
-        return max(2, int(self._settings.target_bytes * rows / size)) if size else _MANY_ROWS
-
-    def clean_up(self, table: LogTable, *, keep: int | None = None) -> int:
-        """Drop versions that nobody needs, and the files that only they name; the number of versions dropped."""
+    def clean_up(self, table: LogTable, *, keep: int | None = None, before: int = _MANY) -> int:
+        """Drop versions older than `before` that nobody needs, and the files that only they name; the number of versions dropped."""
         crashpoint("upkeep.before_cleanup")
         needed = held_versions(self._core.home, table.name)
         versions = version_numbers(table.dataset)
-        dropped = [version for version in versions[: -(keep or self._settings.keep_versions)] if version not in needed]
+        dropped = [version for version in versions[: -(keep or self._settings.keep_versions)] if version not in needed and version < before]
         if dropped:
             table.dataset.cleanup_old_versions(versions=dropped, error_if_tagged_old_versions=False)
         crashpoint("upkeep.after_cleanup")

@@ -129,6 +129,7 @@ def check_density(digests: Mapping[int, bytes], lsn_end: int, lost: Set[int] = f
 
 def verify_cut(cut: Cut) -> Report:
     """Read every row of a cut and check it."""
+    cut.hold()
     report = Report(lsn_end=cut.lsn)
     try:
         tombstones = tombstones_of(cut.dataset("events").to_table(columns=["kind", "body"], filter=f"kind in ('{KIND}', '{LOST}')"))

@@ -92,7 +92,7 @@ def test_newest_fragments_are_merged_up_to_a_heavy_neighbour(weights: list[int],
 
 def test_writer_keeps_fragments_and_versions_few(run_dir: Path, fast: Fast) -> None:
     store = fast("process")
-    store = store.model_copy(update={"upkeep": store.upkeep.model_copy(update={"max_fragments": 4, "keep_versions": 4})})
+    store = store.model_copy(update={"upkeep": store.upkeep.model_copy(update={"max_fragments": 4, "keep_versions": 4, "grace_s": 0.0})})
     with LogWriter.open(run_dir, run="run", store=store) as writer:
         producer = Producer(writer, "p")
         for index in range(40):

@@ -112,7 +112,7 @@ def _read_only(place: str) -> dict[str, object]:
 def test_flipped_bits_are_named_and_reach_no_gradient(tmp_path: Path) -> None:
     run_dir = str(tmp_path / "run")
     in_child(damage._make_sealed, run_dir)
-    seen, _ = damage.flip_bits(run_dir, 48, seed=2)
+    seen, _ = damage.flip_bits(run_dir, 24, seed=2)
     assert seen.reads["silent"] == 0
     assert seen.missed == []
     assert seen.named == seen.tried

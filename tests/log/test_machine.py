@@ -47,7 +47,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def _opened(self, *, steal: bool = False) -> LogWriter:
         store = quick("process", window_ms=0.5)
-        upkeep = store.upkeep.model_copy(update={"max_fragments": 3, "keep_versions": 2})
+        upkeep = store.upkeep.model_copy(update={"max_fragments": 3, "keep_versions": 2, "grace_s": 0.0})
         return LogWriter.open(self.run_dir, run="run", store=store.model_copy(update={"upkeep": upkeep}), steal=steal)
 
     def _live(self) -> LogWriter:

@@ -68,7 +68,7 @@ def busy_store() -> Store:
     return store.model_copy(
         update={
             "commit": store.commit.model_copy(update={"window_ms": 2.0}),
-            "upkeep": store.upkeep.model_copy(update={"max_fragments": 6, "keep_versions": 4}),
+            "upkeep": store.upkeep.model_copy(update={"max_fragments": 6, "keep_versions": 4, "grace_s": 0.0}),
         }
     )
 
