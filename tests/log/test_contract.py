@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from molt.errors import ConflictingAppendError, FencedError, LeaseHeldError, LogError
+from molt.log.export import export_log
+from molt.log.fsck import fsck
+from molt.log.heal import manifest_name, manifests
+from molt.log.pin import create_pin, verify_pin
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
+from molt.log.retention import redact_rollout
 from molt.log.rows import Payload
+from molt.log.seal import seal_log
 from molt.log.store import Store
+from molt.log.verify import verify_log
 from molt.log.writer import LogWriter
 from tests.log.build import make_fact, make_message, make_segment, segment_id
 
@@ -156,3 +164,43 @@ async def test_many_appends_at_once_are_each_acknowledged_in_order(place: Place)
         assert [ack.seq for ack in acks] == list(range(20))
         table = LogReader.open(place[0]).cut().table("segments", ["prompt_index"])
         assert table["prompt_index"].to_pylist() == list(range(20))
+
+
+def test_log_is_looked_after_on_every_profile(place: Place, tmp_path: Path) -> None:
+    address, _ = place
+    payloads = [Payload(kind="routing", data=bytes([index]) * 5000, shape=(5000,), dtype="|u1") for index in range(3)]
+    with opened(place) as writer:
+        producer = Producer(writer, "worker")
+        for index, payload in enumerate(payloads):
+            producer.append_sync(segments=[make_segment(index, routing_digest=payload.payload_digest)], payloads=[payload])
+        assert create_pin(address, "whole").lsn == 5
+        seal = writer.between_commits(seal_log).result(60)
+        assert (seal.lsn_end, seal.num_rows["segments"]) == (5, 3)
+        assert verify_log(address).findings == []
+        redacted = writer.between_commits(lambda core: redact_rollout(core, "e0-p1/0/0", reason="asked")).result(60)
+        assert [(item.table, item.num_rows) for item in redacted] == [("segments", 1), ("scores", 0), ("payloads", 1)]
+        assert verify_log(address).findings == []
+        assert verify_pin(address, "whole") == []
+    cut = LogReader.open(address).cut()
+    assert cut.payload(payloads[2].payload_digest).data == payloads[2].data
+    made = export_log(address, tmp_path / "export")
+    assert made.tables["segments"]["rows"] == 3
+    assert made.root == verify_log(address).root
+
+
+def test_damage_is_repaired_where_there_are_files(place: Place) -> None:
+    address, store = place
+    if store.place == "memory":
+        pytest.skip("the memory profile has no files to damage")
+    with opened(place) as writer:
+        for index in range(3):
+            writer.submit(make_message("worker", index, [index])).result(20)
+    home = LogReader.open(address).home
+    newest = manifests(home, "segments")[0]
+    name = manifest_name("segments", newest)
+    home.write(name, (home.read(name) or b"")[:100])
+    assert not fsck(address).is_clean
+    with opened(place) as writer:
+        assert writer.submit(make_message("worker", 2, [2])).result(20).is_repetition  # the lost commit was made again
+    assert fsck(address).is_clean
+    assert LogReader.open(address).cut().table("segments", ["prompt_index"])["prompt_index"].to_pylist() == [0, 1, 2]
