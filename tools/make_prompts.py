@@ -1,6 +1,6 @@
 """Make a prompt set of a reasoning-gym task: one JSON line for each question, with its answer as label.
 
-    python tools/make_prompts.py chain_sum DEST.jsonl --size 500 --seed 0 --set min_terms=2 --set max_terms=2
+python tools/make_prompts.py chain_sum DEST.jsonl --size 500 --seed 0 --set min_terms=2 --set max_terms=2
 """
 
 from __future__ import annotations

