@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 import pyarrow as pa
@@ -15,6 +16,7 @@ from lance.fragment import FragmentMetadata
 from molt.errors import CorruptLogError, FencedError, LogError
 from molt.log.crash import crashpoint
 from molt.log.descriptor import ensure_descriptor, read_descriptor
+from molt.log.encode import WrittenRows
 from molt.log.heal import Healing, heal_table
 from molt.log.home import FULL, Home, LocalHome, find_home, full_error, home_of
 from molt.log.lease import take_lease
@@ -23,6 +25,9 @@ from molt.log.store import Store
 from molt.log.table import LogTable
 from molt.log.upcast import missing_columns, refuse_newer
 from molt.schema import TABLES, arrow_schema
+
+Rows: TypeAlias = pa.RecordBatch | WrittenRows
+"""Rows of a message: in memory, or in a file that the producer wrote."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,7 +217,7 @@ class LogCore:
             crashpoint("writer.between_tables")
         self.pending = None
 
-    def commit_group(self, rows: dict[str, list[pa.RecordBatch]], marks: dict[str, tuple[int, str]]) -> int:
+    def commit_group(self, rows: dict[str, list[Rows]], marks: dict[str, tuple[int, str]]) -> int:
         """Commit one group over all its tables and return its last lsn. Decided by the commit of its first table: what follows is owed."""
         self.roll_forward()
         crashpoint("writer.before_data")
@@ -227,27 +232,40 @@ class LogCore:
         self.roll_forward()
         return self.state.lsn_end
 
-    def _write(self, rows: dict[str, list[pa.RecordBatch]]) -> tuple[dict[str, list[FragmentMetadata]], int]:
+    def _write(self, rows: dict[str, list[Rows]]) -> tuple[dict[str, list[FragmentMetadata]], int]:
+        """Data files for all rows of a group, in the order of its messages; the last lsn."""
         lsn = self.state.lsn_end
         if rows.get("payloads"):
-            rows["payloads"] = self._fresh_payloads(rows["payloads"])
+            rows["payloads"] = list(self._fresh_payloads(rows["payloads"]))
         written: dict[str, list[FragmentMetadata]] = {}
         for name in TABLES:
-            if not rows.get(name):
-                continue
-            table = pa.Table.from_batches(rows[name])
-            order = pa.array(range(lsn + 1, lsn + 1 + len(table)), pa.int64())
-            schema = arrow_schema(name)
-            columns = [order if field.name == "lsn" else table[field.name] for field in schema]
-            written[name] = self.tables[name].write(pa.Table.from_arrays(columns, schema=schema), max_bytes=self.store.upkeep.target_bytes)
-            lsn += len(table)
+            for is_written, part in groupby(rows.get(name) or (), key=lambda item: isinstance(item, WrittenRows)):
+                items = list(part)
+                made = self._adopt_files(name, items, lsn) if is_written else self._encode(name, items, lsn)
+                written.setdefault(name, []).extend(made)
+                lsn += sum(map(len, items))
         return (written or {"events": []}), lsn
+
+    def _encode(self, name: str, batches: Sequence[Rows], lsn: int) -> list[FragmentMetadata]:
+        table = pa.Table.from_batches([batch for batch in batches if isinstance(batch, pa.RecordBatch)])
+        order = pa.array(range(lsn + 1, lsn + 1 + len(table)), pa.int64())
+        schema = arrow_schema(name)
+        columns = [order if field.name == "lsn" else table[field.name] for field in schema]
+        return self.tables[name].write(pa.Table.from_arrays(columns, schema=schema), max_bytes=self.store.upkeep.target_bytes)
+
+    def _adopt_files(self, name: str, files: Sequence[Rows], lsn: int) -> list[FragmentMetadata]:
+        made = []
+        for file in files:
+            assert isinstance(file, WrittenRows), "grouped by kind"
+            made.append(self.tables[name].adopt_file(file, lsn + 1))
+            lsn += len(file)
+        return made
 
     def _decide(
         self,
         written: dict[str, list[FragmentMetadata]],
         counts: dict[str, int],
-        rows: dict[str, list[pa.RecordBatch]],
+        rows: dict[str, list[Rows]],
         marks: dict[str, tuple[int, str]],
         lsn: int,
     ) -> None:
@@ -286,18 +304,18 @@ class LogCore:
             self._decide(written, counts, {}, {}, lsn_end)
             self.roll_forward()
 
-    def _fresh_payloads(self, batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    def _fresh_payloads(self, batches: list[Rows]) -> list[pa.RecordBatch]:
         """The payloads that the log does not hold yet, each once."""
         if self._known_payloads is None:
             held = self.tables["payloads"].dataset.to_table(columns=["payload_digest"])
             self._known_payloads = set(held["payload_digest"].to_pylist())
-        seen = set(self._known_payloads)
-        fresh = []
+        fresh, new = [], set[str]()
         for batch in batches:
+            assert isinstance(batch, pa.RecordBatch), "payloads come as rows"
             keep = []
             for name in batch["payload_digest"].to_pylist():
-                keep.append(name not in seen)
-                seen.add(name)
+                keep.append(name not in self._known_payloads and name not in new)
+                new.add(name)
             if any(keep):
                 fresh.append(batch.filter(pa.array(keep)))
         return fresh

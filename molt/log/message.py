@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from molt.log.digest import bytes_digest
+from molt.log.encode import WrittenRows
 from molt.schema import TABLES
 
 
@@ -18,7 +19,7 @@ class Message:
     producer: str
     seq: int
     attempt: int
-    tables: dict[str, pa.RecordBatch]
+    tables: dict[str, pa.RecordBatch | WrittenRows]
     """Rows by table, without lsn."""
     digest: bytes
     """Over the digests of the rows: tells a repetition from a conflict."""
@@ -26,23 +27,27 @@ class Message:
     """Commit now instead of waiting for the window."""
 
     @classmethod
-    def of(cls, producer: str, seq: int, attempt: int, tables: dict[str, pa.RecordBatch], *, is_urgent: bool = False) -> Message:
+    def of(
+        cls, producer: str, seq: int, attempt: int, tables: dict[str, pa.RecordBatch | WrittenRows], *, is_urgent: bool = False
+    ) -> Message:
         """A message with its digest."""
-        digests = {name: rows["digest"].to_pylist() for name, rows in tables.items()}
+        digests = {
+            name: list(rows.digests) if isinstance(rows, WrittenRows) else rows["digest"].to_pylist() for name, rows in tables.items()
+        }
         return cls(producer=producer, seq=seq, attempt=attempt, tables=tables, digest=message_digest(digests), is_urgent=is_urgent)
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the rows take in memory."""
-        return sum(rows.nbytes for rows in self.tables.values())
+        return sum(32 * len(rows) if isinstance(rows, WrittenRows) else rows.nbytes for rows in self.tables.values())
 
     @property
     def num_rows(self) -> int:
         """Rows over all tables."""
-        return sum(rows.num_rows for rows in self.tables.values())
+        return sum(map(len, self.tables.values()))
 
     def __reduce__(self) -> tuple[Callable[..., Message], tuple[object, ...]]:
-        encoded = {name: _to_ipc(rows) for name, rows in self.tables.items()}
+        encoded = {name: rows if isinstance(rows, WrittenRows) else _to_ipc(rows) for name, rows in self.tables.items()}
         return _from_ipc, (self.producer, self.seq, self.attempt, encoded, self.digest, self.is_urgent)
 
 
@@ -65,8 +70,8 @@ def _to_ipc(rows: pa.RecordBatch) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _from_ipc(producer: str, seq: int, attempt: int, encoded: dict[str, bytes], digest: bytes, is_urgent: bool) -> Message:
-    tables = {name: pa.ipc.open_stream(data).read_next_batch() for name, data in encoded.items()}
+def _from_ipc(producer: str, seq: int, attempt: int, encoded: dict[str, bytes | WrittenRows], digest: bytes, is_urgent: bool) -> Message:
+    tables = {name: data if isinstance(data, WrittenRows) else pa.ipc.open_stream(data).read_next_batch() for name, data in encoded.items()}
     return Message(producer=producer, seq=seq, attempt=attempt, tables=tables, digest=digest, is_urgent=is_urgent)
 
 

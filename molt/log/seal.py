@@ -11,10 +11,12 @@ from molt.log.checked import decode, encode
 from molt.log.core import LogCore
 from molt.log.crash import crashpoint
 from molt.log.reader import LogReader
-from molt.log.upkeep import Upkeep
+from molt.log.upkeep import Upkeep, sweep
 from molt.log.verify import root_at
 
 NAME = "SEAL.json"
+_LEFTOVER_S = 3600.0
+"""Age from which a data file that no version names belongs to a group that never happened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Seal:
 def seal_log(core: LogCore, *, is_compacting: bool = True) -> Seal:
     """Compact, clean up, and write SEAL.json. Rows may be appended afterwards; they are past the seal until the next one."""
     upkeep = Upkeep(core)
+    sweep(core, older_than_s=_LEFTOVER_S)
     for table in core.tables.values():
         if is_compacting:
             upkeep.compact(table, is_full=True)

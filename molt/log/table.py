@@ -9,18 +9,17 @@ from pathlib import Path
 import lance
 import pyarrow as pa
 from lance.dataset import LanceOperation, Transaction
-from lance.fragment import FragmentMetadata, write_fragments
+from lance.fragment import DataFile, FragmentMetadata, write_fragments
 
 from molt.errors import FencedError, LogError, LogFullError
 from molt.log.checked import calm
 from molt.log.crash import crashpoint
+from molt.log.encode import FORMAT, WrittenRows, write_file
 from molt.log.home import Home, sync_directory, sync_files
 from molt.log.stamp import Stamp
 from molt.log.store import CodecSettings
 from molt.schema import arrow_schema
 
-FORMAT = "2.2"
-"""Lance file format of every data file."""
 _FULL_TEXT = ("os error 28", "os error 122", "os error 30", "os error 13", "os error 1)", "No space left", "Permission denied", "Read-only")
 _IDS = {"token_ids"}
 
@@ -143,6 +142,18 @@ class LogTable:
             return list(write_fragments(source, self.dataset, data_storage_version=FORMAT, max_bytes_per_file=max_bytes))
         except OSError as error:
             raise self._in_words(error) from error
+
+    def adopt_file(self, rows: WrittenRows, lsn_start: int) -> FragmentMetadata:
+        """A fragment of a file that a producer wrote and of the lsn of its rows, in a file beside it."""
+        lsn = pa.table(
+            {"lsn": pa.array(range(lsn_start, lsn_start + rows.num_rows), pa.int64())}, schema=pa.schema([self.schema.field("lsn")])
+        )
+        name = write_file(self.home, self.name, lsn)
+        try:
+            files = [DataFile.create(self.dataset, file) for file in (rows.file, name)]
+        except (OSError, ValueError) as error:
+            raise LogError(f"log={self.home.where}: table {self.name}: the producer's file {rows.file} cannot be read; {error}") from error
+        return FragmentMetadata(id=0, files=files, physical_rows=rows.num_rows)
 
     def commit(self, fragments: list[FragmentMetadata], stamp: Stamp) -> None:
         """Append the fragments as exactly the next version. An unclear outcome is resolved by reading back."""

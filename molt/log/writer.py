@@ -18,10 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import pyarrow as pa
-
 from molt.errors import FencedError, LogError, LogFullError, MoltError
-from molt.log.core import LogCore, open_core
+from molt.log.core import LogCore, Rows, open_core
 from molt.log.crash import crashpoint
 from molt.log.inbox import Entry, Inbox, gap_error
 from molt.log.message import Ack, Message, message_digest
@@ -218,7 +216,7 @@ class LogWriter:
     def _commit(self, group: list[Entry]) -> None:
         """Commit a group and acknowledge it, or complete what an earlier one owes."""
         if group:
-            rows: dict[str, list[pa.RecordBatch]] = {}
+            rows: dict[str, list[Rows]] = {}
             marks: dict[str, tuple[int, str]] = {}
             for entry in group:
                 marks[entry.message.producer] = (entry.message.seq, entry.message.digest.hex())

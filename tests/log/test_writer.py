@@ -201,3 +201,38 @@ def test_fenced_writer_stays_fenced(run_dir: Path, fast: Fast) -> None:
                 old.submit(make_message("p", 0, [0])).result(10)
             time.sleep(0.01)
     old.close()
+
+
+def test_files_encoded_by_producers_keep_order_and_digests(run_dir: Path, fast: Fast) -> None:
+    from molt.log.encode import Encoder
+    from molt.log.seal import seal_log
+    from molt.log.verify import verify_log
+
+    with LogWriter.open(run_dir, run="run", store=fast("durable", window_ms=30.0)) as writer:
+        encoded = Producer(writer, "file", encoder=Encoder.open(run_dir))
+        plain = Producer(writer, "rows")
+        futures = []
+        for index in range(0, 12, 4):
+            futures.append(
+                writer.submit(encoded._message([make_segment(index), make_segment(index + 1)], [], [make_fact(index)], [], [], False))
+            )
+            futures.append(writer.submit(plain._message([make_segment(index + 2), make_segment(index + 3)], [], [], [], [], False)))
+        acks = [future.result(10) for future in futures]
+        assert len({ack.group for ack in acks}) < 6  # files and rows share a group
+        rows = LogReader.open(run_dir).cut().table("segments", ["prompt_index", "lsn"])
+        assert rows["prompt_index"].to_pylist() == list(range(12))
+        assert verify_log(run_dir).findings == []
+        writer.between_commits(seal_log).result(20)
+    assert verify_log(run_dir).findings == []
+    assert len(LogReader.open(run_dir).newest("segments").get_fragments()[0].metadata.files) == 1  # merged with its lsn
+
+
+def test_resent_file_is_a_repetition_after_a_restart(run_dir: Path, fast: Fast) -> None:
+    from molt.log.encode import Encoder
+
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        message = Producer(writer, "file", encoder=Encoder.open(run_dir))._message([make_segment(0)], [], [], [], [], False)
+        writer.submit(message).result(10)
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        assert writer.submit(message).result(10).is_repetition
+    assert LogReader.open(run_dir).cut().table("segments").num_rows == 1
