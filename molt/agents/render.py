@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ class Layout:
     """For each turn, leading ids that the template leaves out (old reasoning)."""
 
 
+_SOURCES = tuple(TokenSource)
 PLAIN_TEMPLATE = "{%- for message in messages -%}{{- message['content'] -}}{%- endfor -%}"
 """Contents one after the other: what data.apply_chat_template=false renders."""
 
@@ -232,16 +234,12 @@ class ChatRenderer:
 
     def _piece(self, text: str, start: int, end: int, sources: Sequence[tuple[int, int, TokenSource]]) -> Piece:
         token_ids, places = self.encode_inside(text, start, end)
-        names = np.full(len(token_ids), TokenSource.TEMPLATE, dtype=object)
+        codes = np.full(len(token_ids), _SOURCES.index(TokenSource.TEMPLATE), np.int8)
         for first, last, source in sources:
-            names[(places >= first) & (places < last)] = source
-        runs: list[tuple[TokenSource, int]] = []
-        for name in names:
-            if runs and runs[-1][0] == name:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-            else:
-                runs.append((TokenSource(name), 1))
-        return Piece(token_ids=token_ids, sources=tuple(runs))
+            codes[np.searchsorted(places, first) : np.searchsorted(places, last)] = _SOURCES.index(source)
+        edges = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)] if len(codes) else []
+        runs = tuple((_SOURCES[codes[start]], end - start) for start, end in pairwise(edges))
+        return Piece(token_ids=token_ids, sources=runs)
 
     def encode_inside(self, text: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of text[start:end] as they are inside the render, and the character of the render at which each begins."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Tokenizer:
         """blake2b-128 hex of the tokenizer files."""
         self.end_ids = tuple(end_ids)
         """Ids that end a generation by the model's own generation_config.json."""
+        # Every call of a rollout renders the whole chat again, and the members of a group share their prompt.
+        self._encoded = lru_cache(maxsize=256)(self._encode)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -105,12 +107,18 @@ class Tokenizer:
         return self.encode_with_offsets(text)[0]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (N,) int32, and the first character of each (N,) int64."""
+        """Ids (N,) int32, and the first character of each (N,) int64, never falling. Read-only."""
+        return self._encoded(text)
+
+    def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         if not text:
             return np.zeros(0, np.int32), np.zeros(0, np.int64)
         encoded = self.inner(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = np.array([start for start, _ in encoded["offset_mapping"]], np.int64)
-        return np.array(encoded["input_ids"], np.int32), starts
+        token_ids = np.array(encoded["input_ids"], np.int32)
+        for array in (token_ids, starts):
+            array.flags.writeable = False
+        return token_ids, starts
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of ids, special tokens kept. A view only: ids that are no whole character become U+FFFD."""
