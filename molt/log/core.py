@@ -288,7 +288,8 @@ class LogCore:
         )
         self.tables[head].commit(written[head], stamp)
         if self._known_payloads is not None:
-            self._known_payloads.update(name for batch in rows.get("payloads", []) for name in batch["payload_digest"].to_pylist())
+            held = [batch for batch in rows.get("payloads", []) if isinstance(batch, pa.RecordBatch)]
+            self._known_payloads.update(name for batch in held for name in batch["payload_digest"].to_pylist())
         state.group, state.lsn_end, state.marks = stamp.group, lsn, dict(stamp.marks or {})
         state.rows_end[head] = rows_end[head]
         self.pending = Pending(stamp=stamp, rest={name: (written[name], rows_end[name]) for name in rest})
