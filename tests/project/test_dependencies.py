@@ -41,6 +41,7 @@ def declared(*tiers: str) -> set[str]:
 def imported(folder: str) -> dict[str, str]:
     """Third-party modules that the files of a folder import, each with one of the files."""
     found: dict[str, str] = {}
+    own = {"molt", "tests", "tools"} | {path.stem for path in (ROOT / folder).glob("*.py")}
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -48,7 +49,7 @@ def imported(folder: str) -> dict[str, str]:
                 names = [node.module]
             for name in names:
                 top = name.split(".")[0]
-                if top not in sys.stdlib_module_names and top not in ("molt", "tests", "tools"):
+                if top not in sys.stdlib_module_names and top not in own:
                     found[top] = path.relative_to(ROOT).as_posix()
     return found
 

@@ -17,10 +17,9 @@ def name(path: Path) -> str:
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function without its docstring."""
-    docstring = function.body[0] if ast.get_docstring(function) else None
-    documented = (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring is not None else 0
-    return (function.end_lineno or 0) - function.lineno + 1 - documented
+    """Lines of a function's body without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 def calls(tree: ast.AST) -> list[tuple[int, str]]:
