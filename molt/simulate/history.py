@@ -213,8 +213,8 @@ def _groups(
 def _model_times(
     first: dict[str, tuple[float, int]], spans: dict[str, dict[str, tuple[float, float]]], sampled: Counter[str]
 ) -> dict[str, float]:
-    """Seconds of each rollout in model calls. The log times rollouts, not calls, and engines are not equally fast at all times: what
-    three in four rollouts sent under the same version take, by rollout or by token, is held for model time; what goes beyond for tools.
+    """Seconds of each rollout in model calls. The log times rollouts, not calls, and engines are not equally fast at all times: up to
+    half more than what two in five rollouts of the same version take, by rollout or by token, is held for model time; the rest for tools.
     """
     by_version: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for group_id, rollouts in spans.items():
@@ -222,8 +222,8 @@ def _model_times(
             by_version[first[group_id][1] if group_id in first else 0].append((name, max(0.0, end - start)))
     found = {}
     for rollouts_of in by_version.values():
-        usual_s = float(np.quantile([seconds for _, seconds in rollouts_of], 0.75))
-        usual_token_s = float(np.quantile([seconds / max(1, sampled[name]) for name, seconds in rollouts_of], 0.75))
+        usual_s = 1.5 * float(np.quantile([seconds for _, seconds in rollouts_of], 0.4))
+        usual_token_s = 1.5 * float(np.quantile([seconds / max(1, sampled[name]) for name, seconds in rollouts_of], 0.4))
         found.update({name: min(seconds, max(usual_s, sampled[name] * usual_token_s)) for name, seconds in rollouts_of})
     return found
 
