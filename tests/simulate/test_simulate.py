@@ -102,7 +102,7 @@ def test_model_time_is_what_is_usual_and_the_rest_is_tools():
     # seven rollouts of 1 s and one of 9 s under one version: up to 1.5 s is model time, so 7.5 s of the long one are tools
     spans = {f"g{i}": {f"g{i}/0/0": (0.0, 9.0 if i == 7 else 1.0)} for i in range(8)}
     found = _model_times({name: (0.0, 0) for name in spans}, spans, Counter({f"g{i}/0/0": 10 for i in range(8)}))
-    assert (found["g0/0/0"], found["g7/0/0"]) == (1.0, 1.5)
+    assert (found["g0/0/0"], found["g7/0/0"]) == (1.0, pytest.approx(1.5))
 
 
 def test_slow_prompts_are_lost_under_a_tight_bound():
