@@ -112,6 +112,17 @@ class EngineActor:
         await self.pause("abort")
         self._gate.set()
 
+    async def sleep(self, level: int) -> None:
+        """Hold calls and free GPU memory; only engines that can."""
+        if not hasattr(self._engine, "sleep"):
+            raise EngineError(f"engine {self._spec.name} cannot sleep; set vllm.sleep_level=0")
+        await self.pause("keep")
+        await self._engine.sleep(level)
+
+    async def wake(self) -> None:
+        """Take the memory back; calls are held until resume."""
+        await self._engine.wake()  # type: ignore[attr-defined]
+
     async def weights_digest(self) -> str:
         """Digest over the tensors that it serves."""
         return await self._engine.weights_digest()
@@ -198,6 +209,14 @@ class EngineHandle:
     async def refuse(self, why: str) -> None:
         """Take no calls until the next resume."""
         await self._ask("refuse", self._actor.refuse.remote(why), _CONTROL_LIMIT_S)
+
+    async def sleep(self, level: int) -> None:
+        """Free GPU memory while the trainer steps on the same GPU."""
+        await self._ask("sleep", self._actor.sleep.remote(level), self.spec.refit_timeout_s)
+
+    async def wake(self) -> None:
+        """Take the memory back; a refit (needed after level 2) or a resume comes next."""
+        await self._ask("wake", self._actor.wake.remote(), self.spec.refit_timeout_s)
 
     async def weights_digest(self) -> str:
         """Digest over the tensors that it serves."""

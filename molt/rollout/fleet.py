@@ -222,6 +222,21 @@ class Fleet:
             self.berths[name].is_stale = True
         await self._each(left, lambda handle: handle.refuse(f"it missed a refit ({failed[handle.name]})"))
 
+    async def sleep(self, level: int) -> None:
+        """Free the GPU memory of all engines while a trainer steps there; calls are held. One that cannot is replaced."""
+        await self._all_or_replaced(lambda handle: handle.sleep(level))
+
+    async def wake(self, *, is_refit_next: bool) -> None:
+        """Take the memory back. Calls go on at once, or after the refit that comes next (level 2 needs one)."""
+        await self._all_or_replaced(lambda handle: handle.wake())
+        if not is_refit_next:
+            await self._all_or_replaced(lambda handle: handle.resume())
+
+    async def _all_or_replaced(self, ask: Callable[[EngineHandle], Awaitable[None]]) -> None:
+        alive = {name: berth.handle for name, berth in self.berths.items() if berth.death is None}
+        for name, error in (await self._each(alive, ask))[1].items():
+            self.retire(name, str(error))
+
     async def _each(
         self, handles: dict[str, EngineHandle], ask: Callable[[EngineHandle], Awaitable[T]]
     ) -> tuple[dict[str, T], dict[str, Exception]]:

@@ -168,6 +168,16 @@ class RolloutPool:
             await self._tell_refit_failed(source, step, times.failed)
         return times
 
+    async def sleep(self) -> None:
+        """Free the engines' GPU memory by vllm.sleep_level while the trainer steps; nothing happens at level 0."""
+        if self._config.vllm.sleep_level:
+            await self._fleet.sleep(self._config.vllm.sleep_level)
+
+    async def wake(self, *, is_refit_next: bool) -> None:
+        """Take it back; with a refit next, calls go on after that."""
+        if self._config.vllm.sleep_level:
+            await self._fleet.wake(is_refit_next=is_refit_next)
+
     async def _tell_refit_failed(self, source: WeightSource, step: int, failed: dict[str, str]) -> None:
         told = [
             event("refit_failed", policy_version=source.policy_version, step=step, engine=name, error=text) for name, text in failed.items()

@@ -92,6 +92,7 @@ class VllmEngine:
         self._num_adding = 0
         self._num_finished = 0
         self._is_paused = False
+        self._is_cache_asleep = False
         self._unfit: str | None = None
         """Why it may not sample: weights half loaded, dropped in sleep, or stopped."""
 
@@ -310,6 +311,11 @@ class VllmEngine:
 
     async def resume(self) -> None:
         """Go on."""
+        if self._is_cache_asleep:
+            if self._unfit is not None:
+                raise EngineError(f"engine {self._name} cannot resume: {self._unfit}")
+            await self._llm.wake_up(tags=["kv_cache"])
+            self._is_cache_asleep = False
         await self._llm.resume_generation()
         self._is_paused = False
         async with self._gate:
@@ -335,13 +341,13 @@ class VllmEngine:
         if not self._is_paused:
             await self.pause("keep")
         await self._llm.sleep(level=level, mode="keep")
+        self._is_cache_asleep = True
         if level >= 2:
             self._unfit = "its weights were dropped in sleep; it needs a refit"
 
     async def wake(self) -> None:
-        """Take GPU memory back; still paused. After sleep 2 a refit must come before resume."""
-        await self._llm.wake_up()
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        """Take back the memory of the weights. That of the cache follows at resume: vLLM goes on as soon as both are there."""
+        await self._llm.wake_up(tags=["weights"])
 
     async def stop(self) -> None:
         """End requests as abort, and vLLM's processes."""
