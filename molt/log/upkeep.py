@@ -1,9 +1,10 @@
 """What keeps a log fast for months: few fragments, few versions, small manifests. Runs in the writer between commits.
 
     fragments of a table, oldest first      [ big ][ big ][ mid ][ s ][ s ] ... [ s ]     more than max_fragments?
-    merged                                                [ one fragment of mid and all s ]   up to a neighbour twice the run's weight
+    tiny ones encoded anew                                        [ one fragment of s ]       a copy would keep the overhead of each page
+    else merged by binary copy              [ big ][ big ][ one of mid and those after it ]   up to a neighbour twice the run's weight
 
-Merging only newest runs rewrites a row about log(n) times and never holds more than one binary-copied batch in memory.
+Merging only newest runs rewrites a row about log(n) times and never holds more than one batch in memory.
 A version goes when it is neither among the newest, nor pinned, nor read by a live reader.
 """
 
@@ -28,6 +29,8 @@ from molt.log.holds import held_versions
 from molt.log.table import Fence, LogTable
 
 _MANY = 1 << 40
+_TINY_ROWS = 32
+"""Rows under which a fragment is encoded anew, not copied: each copied page keeps its own overhead."""
 _BATCH_BYTES = 16 << 20
 """What a merge that has to decode holds at a time."""
 
@@ -50,6 +53,16 @@ def run_to_merge(weights: list[int], *, heaviest: int) -> int:
             break
         count, total = count + 1, total + weight
     return count if count > 1 else 0
+
+
+def num_tiny(fragments: list[lance.LanceFragment]) -> int:
+    """How many of the newest fragments hold so few rows that their pages outweigh their content; 0 unless it pays to encode them anew."""
+    count = 0
+    for fragment in reversed(fragments):
+        if fragment.metadata.physical_rows >= _TINY_ROWS:
+            break
+        count += 1
+    return count if count >= 8 else 0
 
 
 def runs_within(sizes: list[int], *, most: int) -> list[range]:
@@ -136,7 +149,7 @@ class Upkeep:
         if is_full:
             runs = runs_within(sizes, most=self._settings.target_bytes)
         else:
-            count = run_to_merge(sizes, heaviest=self._settings.target_bytes)
+            count = num_tiny(fragments) or run_to_merge(sizes, heaviest=self._settings.target_bytes)
             runs = [range(len(fragments) - count, len(fragments))]
         for run in runs:
             chosen = [fragments[place] for place in run]
@@ -156,7 +169,7 @@ class Upkeep:
         plan = Compaction.plan(
             dataset,
             {
-                "compaction_mode": "try_binary_copy",
+                "compaction_mode": "reencode" if rows < _TINY_ROWS * len(chosen) else "try_binary_copy",
                 "target_rows_per_fragment": _MANY,
                 "max_bytes_per_file": _MANY,
                 "materialize_deletions_threshold": 0.0,

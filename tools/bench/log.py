@@ -35,6 +35,8 @@ from tools.bench.log_data import batches, segments, with_lsn
 from tools.faults.evidence import keep
 
 Figures = dict[str, Any]
+NUM_ROWS = 48 * 512
+"""Segments of 1,000 tokens that scan and take work on."""
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -183,22 +185,25 @@ def bench_visible(folder: Path) -> tuple[Figures, dict[str, bool]]:
 
 def _filled(folder: Path, rows: int) -> tuple[Path, pa.Table]:
     """A compacted log of that many rows, and the same rows as one table."""
-    run_dir = folder / f"rows{rows}"
-    made = batches(rows // 512, 512)
+    run_dir, kept = folder / f"rows{rows}", folder / f"rows{rows}.arrow"
     if not run_dir.exists():
+        made = batches(rows // 512, 512)
         core = open_core(run_dir, load_store("process"), run="run", attempt=1)
         for index, batch in enumerate(made):
             core.commit_group({"segments": [batch]}, {"p": (index, "")})
         Upkeep(core).compact(core.tables["segments"], is_full=True)
         core.close()
-    return run_dir, pa.concat_tables(with_lsn(batch, index * 512) for index, batch in enumerate(made))
+        whole = pa.concat_tables(with_lsn(batch, index * 512) for index, batch in enumerate(made))
+        with pa.ipc.new_file(str(kept), whole.schema) as stream:
+            stream.write_table(whole, max_chunksize=512)
+    return run_dir, pa.ipc.open_file(pa.memory_map(str(kept))).read_all()
 
 
 def bench_scan(folder: Path) -> tuple[Figures, dict[str, bool]]:
     """Every row of a log as packed torch tensors, against an Arrow scan of the same columns."""
     import torch
 
-    run_dir, table = _filled(folder, 16 * 512)
+    run_dir, table = _filled(folder, NUM_ROWS)
     columns = ["token_ids", "behaviour_logprobs", "spans"]
     cut = LogReader.open(run_dir).cut()
 
@@ -245,18 +250,16 @@ def _medians(works: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, 
 
 def bench_take(folder: Path) -> tuple[Figures, dict[str, bool]]:
     """32 random segments: ids, log-probs, spans."""
-    run_dir, table = _filled(folder, 16 * 512)
+    run_dir, table = _filled(folder, NUM_ROWS)
     columns = ["token_ids", "behaviour_logprobs", "spans"]
-    path, parquet = folder / "take.arrow", folder / "take.parquet"
-    with pa.ipc.new_file(str(path), table.schema) as stream:
-        stream.write_table(table, max_chunksize=512)
+    parquet = folder / "take.parquet"
     pq.write_table(table, parquet, compression="zstd", row_group_size=512)
     chance = np.random.default_rng(0)
     picks = [np.sort(chance.choice(len(table), 32, replace=False)) for _ in range(8)]
     names = table["segment_id"].to_pylist()
     cut = LogReader.open(run_dir).cut()
     cut.segments(names[:1])
-    mapped = pa.ipc.open_file(pa.memory_map(str(path))).read_all().select(columns)
+    mapped = table.select(columns)
 
     def each(work: Callable[[np.ndarray], Any]) -> Callable[[], None]:
         def run() -> None:
