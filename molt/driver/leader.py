@@ -13,7 +13,6 @@ Both run on one event loop, so the inbox needs no lock. Every wait has a limit t
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,10 +27,11 @@ from molt.admission.plan import StepPlan, plan_digest, plan_step, plan_to_json
 from molt.admission.recover import EVENT_KINDS, SEGMENT_COLUMNS, OpenMember, Standing, segment_rows, stand
 from molt.config import Config
 from molt.data.prompts import PromptSet
+from molt.driver.facts import attempt_lost, consumption, step_trained
 from molt.driver.house import House
 from molt.errors import StalledError
 from molt.learn.result import StepResult
-from molt.log.rows import Consumption, Event, event
+from molt.log.rows import Event, event
 from molt.rollout.tasks import FinishedGroup, GroupTask
 
 POLL_S = 0.02
@@ -98,7 +98,7 @@ class Leader:
 
     async def redispatch(self, members: Sequence[OpenMember]) -> None:
         """Send members of an earlier attempt again that neither finished nor failed; their lost try is an event."""
-        await self.producer.append(events=[_lost(member) for member in members])
+        await self.producer.append(events=[attempt_lost(member) for member in members])
         by_group: dict[str, list[OpenMember]] = {}
         for member in members:
             by_group.setdefault(member.group_id, []).append(member)
@@ -161,8 +161,8 @@ class Leader:
             )
         if len(dropped) >= limit:
             raise StalledError(
-                f"admission.max_dropped_groups={limit} groups in a row were dropped, the last: {dropped[-1].decision}, {dropped[-1].reason}; "
-                "widen algo.reward.filter_range, take easier prompts, or raise the limit"
+                f"admission.max_dropped_groups={limit} groups in a row were dropped, the last as {dropped[-1].decision}: "
+                f"{dropped[-1].reason}; widen algo.reward.filter_range, take easier prompts, or raise the limit"
             )
 
     async def _dispatch(self) -> None:
@@ -334,62 +334,3 @@ class Leader:
         return event(
             "group_decided", group_id=verdict.group_id, policy_version=self.policy_version, decision=verdict.decision.value, **body
         )
-
-
-def _lost(member: OpenMember) -> Event:
-    return event(
-        "rollout_failed",
-        rollout_id=f"{member.group_id}/{member.member}/{member.num_tries - 1}",
-        group_id=member.group_id,
-        member=member.member,
-        reason="attempt_lost",
-        error="the attempt ended while this rollout was in flight; it is generated again",
-        n_sampled=0,
-        num_tries=member.num_tries,
-        is_final=False,
-    )
-
-
-def step_trained(result: StepResult, *, wait_s: float) -> Event:
-    """The event of a step that was made."""
-    return event(
-        "step_trained",
-        step=result.step,
-        policy_version=result.policy_version,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        learning_rate=result.learning_rate,
-        n_sampled=result.n_sampled,
-        n_kept=result.n_kept,
-        reward_mean=result.reward_mean,
-        kl_mean=result.kl_mean,
-        entropy_mean=result.entropy_mean,
-        batch_digest=result.batch_digest,
-        loss_digest=result.loss_digest,
-        weights_digest=result.weights_digest,
-        metrics=json.dumps(result.metrics, sort_keys=True),
-        train_s=result.train_s,
-        log_s=result.log_s,
-        wait_s=wait_s,
-    )
-
-
-def consumption(plan: StepPlan, result: StepResult) -> list[Consumption]:
-    """One row for each segment of a step that was made."""
-    return [
-        Consumption(
-            step=plan.step,
-            segment_id=use.segment_id,
-            rollout_id=plan.segments[use.place].rollout_id,
-            group_id=plan.segments[use.place].group_id,
-            policy_version=plan.policy_version,
-            rank=use.rank,
-            micro_batch=use.micro_batch,
-            position=use.position,
-            n_sampled=use.n_sampled,
-            n_kept=use.n_kept,
-            lag=None if (oldest := plan.segments[use.place].version_min) is None else plan.policy_version - oldest,
-            cursor=plan.cursor,
-        )
-        for use in result.uses
-    ]
