@@ -20,7 +20,7 @@ from molt.ablate.place import Place
 from molt.ablate.record import ScoredRun
 from molt.ablate.report import Report, make_report
 from molt.ablate.variants import baseline_of, parse_grid
-from molt.agents.load import load_agent
+from molt.algo.estimators import load_estimators
 from molt.errors import DataError
 from molt.runs import RunDir
 
@@ -43,7 +43,7 @@ def main(
 ) -> Report:
     """Try the grid on every scored step at a place of its log. Raises DataError when the log holds none that can be used."""
     if agent is not None:
-        load_agent(agent)  # it may register estimators of its own
+        load_estimators(str(agent.resolve()))
     record = ScoredRun.open(run.path, at=at)
     grid = parse_grid(estimators or [record.config.algo.advantage.estimator], corrections, bands, aggregations)
     tally = Tally(grid=grid, config=record.config, baseline=baseline_of(grid, baseline), num_resamples=num_resamples, seed=seed)

@@ -13,6 +13,7 @@ inputs.returns. A critic's estimator returns (advantages_T, returns_T).
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,9 @@ def load_estimators(path: str) -> None:
         return
     if not Path(path).is_file():
         raise SettingError(f"algo.advantage.estimator is registered in {path}, which is not there; give the file to every host")
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # modules beside the file can be imported, as from an agent file
     runpy.run_path(path)
 
 

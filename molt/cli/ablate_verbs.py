@@ -65,7 +65,7 @@ def ablate(
     seed
         Seed of the bootstrap.
     agent
-        Python file that registers estimators of its own.
+        Agent or pipeline file that registers estimators of its own.
     model
         Folder of a model: adds the gradient of each variant, its cosine to the baseline's and its noise.
     model_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from molt.ablate.gradients import compare_gradients
 from molt.ablate.recompute import compare_run, compare_step
 from molt.ablate.record import ScoredRun
 from molt.ablate.variants import baseline_of, parse_grid
 from molt.admission.plan import plan_digest, plan_to_json
+from molt.learn.beside import Beside, Critic, FrozenModel, needs_critic, needs_frozen
 from molt.learn.journal import LogJournal
+from molt.learn.rank import PolicyRank
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.rows import event
@@ -26,6 +30,15 @@ from tests.learn.tiny import make_config, make_model, make_plan, make_rank, make
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("teacher"), seed=1)
+
+
+def needs_frozen_model(algo: dict) -> bool:
+    return "kl" in algo or algo["advantage"]["estimator"] == "on_policy_distill"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,10 +52,10 @@ def group_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train(where: Path, model: Path, algo: dict, num_steps: int = 3) -> ScoredRun:
+def train(where: Path, model: Path, algo: dict, num_steps: int = 3, teacher: Path | None = None) -> ScoredRun:
     """Real steps of a real rank over a real log; the made-up behaviour log-probs differ from the model's by a nat or so."""
     rows = make_rows(8)
-    config = make_config(model, algo=algo)
+    config = make_config(model, algo=algo, reference={"model_name_or_path": None if teacher is None else str(teacher)})
     writer = LogWriter.open(where, run="run", attempt=1, store="process")
     producer = Producer(writer, "test")
     started = event(
@@ -51,6 +64,10 @@ def train(where: Path, model: Path, algo: dict, num_steps: int = 3) -> ScoredRun
     )  # fmt: skip
     producer.append_sync(segments=to_segments(rows), events=[started])
     rank = make_rank(config, rows, num_steps=num_steps)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    critic = Critic(config, mesh, actor_path=str(model), num_steps=num_steps) if needs_critic(config) else None
+    frozen = FrozenModel(config.reference.model_name_or_path or str(model), config, mesh) if needs_frozen(config) else None
+    rank = PolicyRank(config, rank.policy, rank.journal, rank=0, beside=Beside(critic=critic, frozen=frozen))
     rank.journal = LogJournal(config, LogReader.open(where), producer)
     for step in range(num_steps):
         plan = replace(make_plan(rows, step=step, micro_batch_tokens=40), policy_version=0)
@@ -65,7 +82,7 @@ def train(where: Path, model: Path, algo: dict, num_steps: int = 3) -> ScoredRun
         trained = event(
             "step_trained", step=step, policy_version=0, loss=result.loss, grad_norm=result.grad_norm, learning_rate=0.0,
             n_sampled=plan.n_sampled, n_kept=result.n_kept, batch_digest=result.batch_digest, loss_digest=result.loss_digest,
-            metrics="{}", train_s=0.0, log_s=0.0, wait_s=0.0,
+            metrics=json.dumps(result.metrics), train_s=0.0, log_s=0.0, wait_s=0.0,
         )  # fmt: skip
         producer.append_sync(events=[trained])
     writer.close()
@@ -86,10 +103,14 @@ def train(where: Path, model: Path, algo: dict, num_steps: int = 3) -> ScoredRun
             "loss": {"name": "gspo", "aggregation": "seq-mean-token-mean"},
         },
         {"advantage": {"estimator": "reinforce_baseline", "is_correction_level": "token", "gate": "tv"}, "loss": {"name": "cispo"}},
+        {"advantage": {"estimator": "gae", "gamma": 0.99, "lambd": 0.9}, "loss": {"dual_clip": 3.0}},
+        {"advantage": {"estimator": "on_policy_distill"}},
+        {"advantage": {"estimator": "rloo"}, "kl": {"coef": 0.1, "use": "reward", "estimator": "k1"}},
+        {"advantage": {"estimator": "dr_grpo"}, "kl": {"coef": 0.1, "use": "loss", "target": 0.001, "horizon": 8}},
     ],
 )
-def test_advantages_gates_and_losses_are_equal_bit_for_bit(tmp_path: Path, model: Path, algo: dict) -> None:
-    found = compare_run(train(tmp_path / "run", model, algo))
+def test_advantages_gates_and_losses_are_equal_bit_for_bit(tmp_path: Path, model: Path, teacher: Path, algo: dict) -> None:
+    found = compare_run(train(tmp_path / "run", model, algo, teacher=teacher if needs_frozen_model(algo) else None))
     assert len(found) == 3
     for step in found:
         assert (step.n_advantages_differ, step.n_weights_differ, step.is_loss_equal) == (0, 0, True)

@@ -209,5 +209,11 @@ def test_predictions_are_json(tmp_path: Path, capsys):
     )
     report = json.loads(capsys.readouterr().out)
     assert [row["variant"] for row in report["rows"]][:2] == ["grpo+off+token-mean", "grpo+token/mask+token-mean"]
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from molt.algo.advantage import estimator\n@estimator('test_own')\ndef own(inputs):\n    return inputs.spread(inputs.reward_U)\n"
+    )
+    app(["ablate", str(where), "--estimators", "test_own", "--agent", str(own), "--json"], result_action="return_value")
+    assert json.loads(capsys.readouterr().out)["rows"][0]["estimator"] == "test_own"
     app(["ablate", str(where), "--recompute"], result_action="return_value")
     assert "of 3 steps equal" in capsys.readouterr().out
