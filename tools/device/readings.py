@@ -1,0 +1,56 @@
+"""What the device programs read out of a run's log: steps, refits, rewards with intervals, the share of tokens that trained."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def events_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Bodies of all events of a kind, in order; empty when there is no log yet."""
+    from molt.errors import MoltError
+    from molt.log.reader import LogReader
+
+    try:
+        table = LogReader.open(run_dir).cut().table("events", ["lsn", "body"], where=f"kind = '{kind}'").sort_by("lsn")
+    except (MoltError, OSError):
+        return []
+    return [json.loads(body) for body in table.column("body").to_pylist()]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What each step was, without its digests."""
+    keys = ("step", "reward_mean", "loss", "grad_norm", "kl_mean", "entropy_mean", "n_sampled", "n_kept", "train_s", "log_s", "wait_s")
+    return [{key: body[key] for key in keys} for body in events_of(run_dir, "step_trained")]
+
+
+def refits_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Phases of each refit."""
+    keys = ("policy_version", "pause_s", "transfer_s", "verify_s", "resume_s", "size_bytes", "num_in_flight")
+    return [{key: body[key] for key in keys} for body in events_of(run_dir, "weights_refit")]
+
+
+def rewards_of(run_dir: Path) -> list[list[float]]:
+    """Rewards of the rollouts of each trained step, in order of steps, one for each rollout."""
+    from molt.log.reader import LogReader
+
+    cut = LogReader.open(run_dir).cut()
+    used = cut.table("consumption", ["step", "rollout_id"])
+    rewards = cut.table("segments", ["rollout_id", "reward"], where="segment_index = 0")
+    of = dict(zip(rewards.column("rollout_id").to_pylist(), rewards.column("reward").to_pylist(), strict=True))
+    by_step: dict[int, dict[str, float]] = {}
+    for step, rollout in zip(used.column("step").to_pylist(), used.column("rollout_id").to_pylist(), strict=True):
+        if of.get(rollout) is not None:
+            by_step.setdefault(step, {})[rollout] = float(of[rollout])
+    return [list(by_step[step].values()) for step in sorted(by_step)]
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and the half width of its normal 95 % interval, from the sample deviation."""
+    count = len(values)
+    mean = math.fsum(values) / count if count else math.nan
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1)) if count > 1 else math.nan
+    return {"mean": mean, "ci95": 1.96 * spread / math.sqrt(count) if count > 1 else math.nan, "num": count}
