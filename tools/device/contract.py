@@ -1,4 +1,4 @@
-"""What one engine must do on the card: log-probs as Hugging Face gives them, versions that change in the middle of calls, refit times.
+"""What one engine must do on the card: log-probs as Hugging Face gives them, versions that change in the middle of calls, refit times."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Does everything work on this card: environment, Ray seats, contract of the engine, refits by file and by handles, a run, audit, replay.
 
-python -m tools.device.smoke --limit-s 480 [--rehearse]
+    python -m tools.device.smoke --limit-s 480 [--rehearse]
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class Smoke:
         """Start through the actor; log-probs, refits by file in the middle of calls, versions, times."""
         from tools.device.contract import Bench
 
-        bench = Bench(self.config(), device="cuda" if self.is_cuda else "cpu", num_calls=8 if self.is_rehearsal else 64)
+        long = {} if self.is_rehearsal else {"data.max_len": 2048}
+        bench = Bench(self.config(**long), device="cuda" if self.is_cuda else "cpu", num_calls=8 if self.is_rehearsal else 64)
         try:
             await bench.start(facts)
             await bench.logprobs(facts)
@@ -152,7 +153,9 @@ class Smoke:
         """The same refits over CUDA handles."""
         from tools.device.contract import Bench
 
-        bench = Bench(self.config(**{"vllm.weight_transfer": "ipc", "vllm.enforce_eager": True}), device="cuda", num_calls=64)
+        bench = Bench(
+            self.config(**{"vllm.weight_transfer": "ipc", "vllm.enforce_eager": True, "data.max_len": 2048}), device="cuda", num_calls=64
+        )
         try:
             await bench.start(facts)
             await bench.refits(facts, num_refits=3)
