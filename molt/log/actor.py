@@ -8,6 +8,7 @@ worker process: Producer -> RaySink.submit --ObjectRef--> molt-log-<run> (one ac
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 
 import ray
 
-from molt.errors import LogError, MoltError
+from molt.errors import LeaseHeldError, LogError, MoltError
 from molt.log.message import Ack, Message
 from molt.log.seal import seal_log
 from molt.log.writer import LogWriter
 
+LEASE_WAIT_S = 10.0
+"""Longest wait for the lease of a process that is ending."""
 CALL_LIMIT_S = 60.0
 """Longest wait for a call of the actor that should take milliseconds."""
 
@@ -33,7 +36,15 @@ class _LogActor:
     """Runs a LogWriter. A restart takes the same attempt under a new epoch."""
 
     def __init__(self, run_dir: str, run: str, attempt: int, store: str) -> None:
-        self._writer = LogWriter.open(run_dir, run=run, attempt=attempt, store=store)
+        until = time.monotonic() + LEASE_WAIT_S
+        while True:
+            try:
+                self._writer = LogWriter.open(run_dir, run=run, attempt=attempt, store=store)
+                return
+            except LeaseHeldError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)  # the process before this one is still ending
 
     async def identity(self) -> tuple[str, int]:
         """Run and attempt."""

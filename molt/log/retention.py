@@ -63,13 +63,45 @@ def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str) 
     if family is Family.ROUTING:
         where += " and kind = 'routing'"
     if family is Family.TOKENS:
-        cursor = core.tables["consumption"].dataset.to_table(columns=["cursor"])["cursor"]
-        taken_in = max(cursor.to_pylist(), default=-1)
+        taken_in = _taken_in(core)
         if before_lsn > taken_in + 1:
             raise SettingError(
                 f"before_lsn={before_lsn}: the trainer has taken in rows up to lsn {taken_in}; tokens after it are still needed"
             )
     return _empty(core, _TABLE[family], where, family=str(family), reason=reason, rollout_id=None)
+
+
+def apply_retention(core: LogCore) -> list[Emptied]:
+    """Empty what the profile does not keep, once a quarter more than that has gathered."""
+    kept = core.store.retention
+    limits = {
+        Family.ROUTING: kept.routing_rows,
+        Family.PAYLOADS: kept.payload_rows,
+        Family.SCORES: kept.score_rows,
+        Family.TOKENS: kept.token_rows,
+    }
+    done = []
+    for family, most in limits.items():
+        if most is None:
+            continue
+        where = "kind = 'routing'" if family is Family.ROUTING else None
+        events = core.tables["events"].dataset.to_table(columns=["kind", "body"], filter=f"kind = '{KIND}'")
+        gone = tombstones_of(events).emptied(_TABLE[family])
+        rows = core.tables[_TABLE[family]].dataset.to_table(columns=["lsn"], filter=where)["lsn"].to_pylist()
+        full = sorted(lsn for lsn in rows if lsn not in gone)
+        if len(full) <= most + most // 4:
+            continue
+        before = full[len(full) - most]
+        if family is Family.TOKENS:
+            before = min(before, _taken_in(core) + 1)
+        done.append(drop_family(core, family, before_lsn=before, reason=f"the profile {core.store.name} keeps {most} rows"))
+    return done
+
+
+def _taken_in(core: LogCore) -> int:
+    """Largest lsn of segments that the trainer has taken in."""
+    cursor = core.tables["consumption"].dataset.to_table(columns=["cursor"])["cursor"]
+    return int(max(cursor.to_pylist(), default=-1))
 
 
 def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Emptied]:

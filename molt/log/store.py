@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from molt.config import Room
 from molt.errors import SettingError
@@ -58,6 +58,25 @@ class CodecSettings(Room):
     text: Codec
 
 
+class RetentionSettings(Room):
+    """How many of the newest rows keep their heavy content; absent keeps all. Light families may not outlive what they explain."""
+
+    routing_rows: int | None = Field(None, gt=0)
+    """Payloads of kind routing."""
+    payload_rows: int | None = Field(None, gt=0)
+    """All payloads."""
+    score_rows: int | None = Field(None, gt=0)
+    """Per-token lists of scores."""
+    token_rows: int | None = Field(None, gt=0)
+    """Tokens and log-probs of segments; never those that the trainer has not taken in."""
+
+    @model_validator(mode="after")
+    def _heavy_first(self) -> RetentionSettings:
+        if self.token_rows is not None and (self.payload_rows is None or self.score_rows is None):
+            raise ValueError("token_rows needs payload_rows and score_rows: routing, scores and payloads go before tokens")
+        return self
+
+
 class Store(Room):
     """One storage profile."""
 
@@ -72,6 +91,7 @@ class Store(Room):
     queue: QueueSettings
     upkeep: UpkeepSettings
     codec: CodecSettings
+    retention: RetentionSettings = RetentionSettings()
 
 
 def load_store(name: str | Path) -> Store:

@@ -23,11 +23,14 @@ from molt.log.core import LogCore, Rows, open_core
 from molt.log.crash import crashpoint
 from molt.log.inbox import Entry, Inbox, gap_error
 from molt.log.message import Ack, Message, message_digest
+from molt.log.retention import apply_retention
 from molt.log.rows import Event, event, to_arrow
-from molt.log.store import Store, load_store
+from molt.log.store import RetentionSettings, Store, load_store
 from molt.log.upkeep import Upkeep
 
 T = TypeVar("T")
+_RETENTION_GROUPS = 64
+"""Groups between two looks at what the profile does not keep."""
 
 
 class LogWriter:
@@ -42,6 +45,7 @@ class LogWriter:
         self._own_name = f"log.{core.state.epoch}"
         self._own_seq = 0
         self._jobs: list[Callable[[], None]] = []
+        self._retained_at = core.state.group
         self._is_flushing = False
         self._is_closing = False
         self._is_stopped = False
@@ -241,6 +245,9 @@ class LogWriter:
         """Upkeep between commits. A full disk puts it off; the alarms go into the log."""
         try:
             alarms = self._upkeep.run()
+            if self._store.retention != RetentionSettings() and self._core.state.group >= self._retained_at + _RETENTION_GROUPS:
+                apply_retention(self._core)
+                self._retained_at = self._core.state.group
         except LogFullError:
             return
         facts = [event("log_alarmed", table_name=alarm.table, what=alarm.what, value=alarm.value, bound=alarm.limit) for alarm in alarms]

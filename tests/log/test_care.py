@@ -21,7 +21,7 @@ from molt.log.reader import LogReader
 from molt.log.retention import Family, drop_family, redact_rollout
 from molt.log.rows import Consumption, Payload, Score
 from molt.log.seal import read_seal, seal_log
-from molt.log.store import Store
+from molt.log.store import RetentionSettings, Store
 from molt.log.tombstone import runs_of
 from molt.log.upkeep import Upkeep, run_to_merge, sweep
 from molt.log.verify import verify_log
@@ -365,3 +365,23 @@ def test_compaction_of_everything_twice_changes_nothing(filled: Path) -> None:
         assert upkeep.compact(core.tables["segments"], is_full=True) == 3
         assert upkeep.compact(core.tables["segments"], is_full=True) == 0
     assert verify_log(filled).root == root
+
+
+def test_profile_keeps_only_the_newest_heavy_rows(run_dir: Path, fast: Fast) -> None:
+    store = fast("process")
+    kept = RetentionSettings(payload_rows=4, score_rows=4, token_rows=4)
+    with LogWriter.open(run_dir, run="run", store=store.model_copy(update={"retention": kept})) as writer:
+        producer = Producer(writer, "p")
+        for index in range(70):  # retention looks after every 64th group
+            payload = Payload(kind="image", data=bytes([index]) * 50)
+            producer.append_sync(
+                segments=[make_segment(index)],
+                payloads=[payload],
+                scores=[make_score(index)],
+                consumption=[make_consumption(index, cursor=4 * index)],
+            )
+    cut = LogReader.open(run_dir).cut()
+    held = [len(tokens) > 0 for tokens in cut.table("segments", ["token_ids"])["token_ids"].to_pylist()]
+    assert held == [False] * 60 + [True] * 10  # 64 rows were there, 4 are kept, 6 came after
+    assert sum(1 for data in cut.table("payloads", ["data"])["data"].to_pylist() if data) == 10
+    assert verify_log(run_dir).findings == []
