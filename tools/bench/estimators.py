@@ -12,10 +12,10 @@ from pathlib import Path
 
 from molt.cli.programs import load_program
 from molt.config import Config
-from molt.data.tiny import make_model
-from molt.learn.sft import warm_up
 from molt.log.reader import LogReader
 
+TEACHER = "grpo-0/checkpoints/final"
+"""What grpo made under seed 0."""
 FLAGS: dict[str, dict[str, object]] = {
     "grpo": {},
     "reinforce": {},
@@ -24,7 +24,7 @@ FLAGS: dict[str, dict[str, object]] = {
     "dr_grpo": {},
     "flash_reinforce": {"rollout.n_samples_per_prompt": 1, "rollout.batch_size": 64},
     "gae": {"critic.learning_rate": 1e-3, "algo.advantage.lambd": 0.95},
-    "on_policy_distill": {"reference.model_name_or_path": "TEACHER"},
+    "on_policy_distill": {"reference.model_name_or_path": TEACHER},
 }
 """Settings of each estimator beside those of the demo."""
 WINDOW = 5
@@ -36,13 +36,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="folder of the world and the runs")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--estimators", nargs="*", default=list(FLAGS))
     given = parser.parse_args()
     make_world(given.dir)
     found: dict[str, list[dict[str, float]]] = {}
     for name in given.estimators:
-        for seed in range(given.seeds):
+        for seed in given.seeds:
             run = given.dir / f"{name}-{seed}"
             if not (run / "finished").is_file():
                 shutil.rmtree(run, ignore_errors=True)
@@ -60,26 +60,17 @@ def main() -> int:
 
 
 def make_world(where: Path) -> None:
-    """The demo's model and task, and a teacher that learned the supervised turns for longer."""
-    if (where / "teacher" / "ready").is_file():
-        return
-    where.mkdir(parents=True, exist_ok=True)
-    load_program("demo").make_world(where)
-    make_model(where / "teacher")
-    warm_up(where / "teacher", where / "warmup.jsonl", num_steps=1500, learning_rate=3e-3, batch_size=64)
-    (where / "teacher" / "ready").touch()
+    """The demo's model and task."""
+    if not (where / "ready").is_file():
+        where.mkdir(parents=True, exist_ok=True)
+        load_program("demo").make_world(where)
+        (where / "ready").touch()
 
 
 def settings(where: Path, name: str, seed: int, num_steps: int) -> Config:
     """The demo's settings under an estimator and a seed."""
-    own = {
-        "algo.advantage.estimator": name,
-        "run.seed": seed,
-        "train.num_steps": num_steps,
-        "ckpt.save_interval": 0,
-        "ckpt.export": "false",
-    }
-    own |= {key: where / "teacher" if value == "TEACHER" else value for key, value in FLAGS[name].items()}
+    own: dict[str, object] = {"algo.advantage.estimator": name, "run.seed": seed, "train.num_steps": num_steps, "ckpt.save_interval": 0}
+    own |= {key: where / TEACHER if value == TEACHER else value for key, value in FLAGS[name].items()}
     flags = tuple(f"--{key}={value}" for key, value in own.items())
     return load_program("demo").settings(where, runs=where, name=f"{name}-{seed}", flags=flags)
 
