@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -217,3 +219,8 @@ def test_predictions_are_json(tmp_path: Path, capsys):
     assert json.loads(capsys.readouterr().out)["rows"][0]["estimator"] == "test_own"
     app(["ablate", str(where), "--recompute"], result_action="return_value")
     assert "of 3 steps equal" in capsys.readouterr().out
+
+
+def test_simulating_imports_no_torch():
+    code = "import sys, molt.simulate.run, molt.ablate.variants; sys.exit(int(any(n in sys.modules for n in ('torch', 'ray', 'vllm'))))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
