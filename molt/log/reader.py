@@ -177,31 +177,32 @@ class Tail:
 
 
 class SegmentIndex:
-    """Row id of each segment, kept up to date from the fragments that are new."""
+    """Row id and lsn of each segment, kept up to date from the fragments that are new."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._row_ids: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         self._lsn_end = -1
         self._seen_fragment = -1
 
     def addresses(self, dataset: lance.LanceDataset, segment_ids: Sequence[str], *, lsn_end: int) -> list[int]:
         """Stable row ids of the segments."""
         with self._lock:
-            if any(name not in self._row_ids for name in segment_ids):
+            if any(name not in self._places for name in segment_ids):
                 self._extend(dataset)
-            missing = [name for name in segment_ids if name not in self._row_ids]
+            missing = [name for name in segment_ids if self._places.get(name, (0, lsn_end + 1))[1] > lsn_end]
             if missing:
                 raise LogError(
                     f"segment_id={missing[0]}: not in the log up to lsn {lsn_end} ({len(missing)} of {len(segment_ids)} missing)"
                 )
-            return [self._row_ids[name] for name in segment_ids]
+            return [self._places[name][0] for name in segment_ids]
 
     def _extend(self, dataset: lance.LanceDataset) -> None:
         fresh = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id > self._seen_fragment]
         if not fresh:
             return
         rows = dataset.scanner(columns=["segment_id", "lsn"], filter=f"lsn > {self._lsn_end}", fragments=fresh, with_row_id=True).to_table()
-        self._row_ids.update(zip(rows["segment_id"].to_pylist(), rows["_rowid"].to_pylist(), strict=True))
+        places = zip(rows["_rowid"].to_pylist(), rows["lsn"].to_pylist(), strict=True)
+        self._places.update(zip(rows["segment_id"].to_pylist(), places, strict=True))
         self._lsn_end = max(self._lsn_end, pc.max(rows["lsn"]).as_py() or -1)
         self._seen_fragment = max(fragment.fragment_id for fragment in fresh)

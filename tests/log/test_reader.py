@@ -70,6 +70,18 @@ def test_segment_that_is_not_there_is_named(run_dir: Path, fast: Fast) -> None:
             LogReader.open(run_dir).cut().segments([segment_id(0), segment_id(9)])
 
 
+def test_segment_that_came_after_the_cut_is_not_in_it(run_dir: Path, fast: Fast) -> None:
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        producer = Producer(writer, "p")
+        producer.append_sync(segments=[make_segment(0)])
+        reader = LogReader.open(run_dir)
+        old = reader.cut()
+        producer.append_sync(segments=[make_segment(1)])
+        assert len(reader.cut().segments([segment_id(1)])) == 1
+        with pytest.raises(LogError, match="not in the log up to lsn 0"):
+            old.segments([segment_id(1)])
+
+
 def test_unknown_table_and_missing_log_are_named(run_dir: Path, fast: Fast) -> None:
     with pytest.raises(LogError, match="no log there"):
         LogReader.open(run_dir)
