@@ -1,4 +1,4 @@
-"""Reward shaping and dynamic filtering: from the agent's reward to the one that an estimator sees."""
+"""Reward shaping: from the agent's reward to the one that an estimator sees. Filtering looks at outcomes instead (molt.admission.decide)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from molt.algo.batch import RaggedBatch, mean_by
+from molt.algo.batch import RaggedBatch
 
 if TYPE_CHECKING:
     from molt.config import AlgoSettings
@@ -44,19 +43,3 @@ def shape_rewards(batch: RaggedBatch, settings: AlgoSettings, *, max_len: int) -
         shaped_R = shaped_R - reward.overlong_penalty * over_R.clamp(0.0, 1.0)
         metrics["num_overlong"] = float((over_R > 0).sum())
     return ShapedBatch(batch=batch.with_reward(shaped_R.float()), metrics=metrics)
-
-
-def keep_groups(batch: RaggedBatch, settings: AlgoSettings) -> Tensor:
-    """Dynamic filtering: groups whose mean outcome lies strictly inside algo.reward.filter_range. bool. # (G,)
-
-    It looks at the outcome, not at the reward, so that a shaped reward cannot make an all-fail group look mixed; at the
-    reward where the agent gave no outcome. A group without any score is not kept. All are kept when the range is absent.
-    """
-    if settings.reward.filter_range is None:
-        return torch.ones(batch.num_groups, dtype=torch.bool)
-    low, high = settings.reward.filter_range
-    score_R = torch.where(torch.isnan(batch.outcome_R), batch.reward_R, batch.outcome_R)
-    is_known_R = ~torch.isnan(score_R)
-    mean_G = mean_by(score_R, batch.group_R, batch.num_groups, is_known_R)
-    has_score_G = torch.bincount(batch.group_R[is_known_R], minlength=batch.num_groups) > 0
-    return has_score_G & (mean_G > low) & (mean_G < high)

@@ -1,4 +1,4 @@
-"""Reward shaping and dynamic filtering."""
+"""Reward shaping, and a batch from the rows of a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from molt.algo.batch import RaggedBatch
-from molt.algo.reward import keep_groups, shape_rewards
+from molt.algo.reward import shape_rewards
 from molt.errors import DataError
 from tests.algo.build import algo, batch_of, group
 
@@ -48,22 +48,6 @@ def test_a_truncated_rollout_keeps_a_part_of_its_reward():
 def test_an_unscored_rollout_stays_unscored():
     found = shaped(group([None]), clip=(-1.0, 1.0), stop_properly_penalty=0.0, overlong_buffer=99, overlong_penalty=1.0)
     assert torch.isnan(found.batch.reward_R).all()
-
-
-def test_filter_looks_at_the_outcome_not_at_the_shaped_reward():
-    # four failures with a length bonus: rewards differ, outcomes do not
-    rollouts = [{"group": "a", "reward": r, "outcome": 0.0, "segments": [1]} for r in (0.0, 0.01, 0.02, 0.03)]
-    rollouts += [{"group": "b", "reward": r, "outcome": r, "segments": [1]} for r in (0.0, 1.0)]
-    assert keep_groups(batch_of(rollouts), algo(reward={"filter_range": (0.0, 1.0)})).tolist() == [False, True]
-
-
-def test_filter_falls_back_to_the_reward_and_drops_unscored_groups():
-    rollouts = group([0.0, 1.0]) + group([1.0, 1.0], name="b") + group([None, None], name="c")
-    assert keep_groups(batch_of(rollouts), algo(reward={"filter_range": (0.0, 1.0)})).tolist() == [True, False, False]
-
-
-def test_no_range_keeps_every_group():
-    assert keep_groups(batch_of(group([1.0, 1.0])), algo()).tolist() == [True]
 
 
 class Row:
