@@ -1,4 +1,4 @@
-"""Reward shaping: from the agent's reward to the one that an estimator sees. Filtering looks at outcomes instead (molt.admission.decide)."""
+"""Reward shaping: from the agent's reward to the one that an estimator sees. Filtering looks at outcomes, in molt.admission.decide."""
 
 from __future__ import annotations
 
