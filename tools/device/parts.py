@@ -93,22 +93,28 @@ class Child:
             )
 
     def wait(self, limit_s: float) -> int | None:
-        """Exit code; past the limit it is asked to end (Ctrl-C, which drains), then killed, and None is returned."""
+        """Exit code; past the limit it is interrupted (which drains), then killed, and None is returned."""
         try:
             return self.process.wait(max(1.0, limit_s))
         except subprocess.TimeoutExpired:
             self.end()
             return None
 
+    def interrupt(self) -> None:
+        """Ctrl-C for the command alone, not for what it started."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
     def end(self, grace_s: float = 20.0) -> None:
         """Interrupt, wait, kill. Its whole session goes."""
-        for number, grace in ((signal.SIGINT, grace_s), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-            if self.process.poll() is not None:
-                break
+        self.interrupt()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(grace)
+                self.process.wait(5.0)
 
     def tail(self, size: int = 1500) -> str:
         """The end of its output."""
@@ -133,4 +139,5 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--limit-s", type=float, default=480.0, help="total time")
     made.add_argument("--rehearse", action="store_true", help="tiny model, CPU, few steps")
     made.add_argument("--engine", choices=["vllm", "embedded"], default=None, help="vllm on a GPU, embedded in a rehearsal, when absent")
+    made.add_argument("--ipc", action="store_true", help="refits over CUDA handles instead of a file")
     return made

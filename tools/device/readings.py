@@ -48,6 +48,14 @@ def rewards_of(run_dir: Path) -> list[list[float]]:
     return [list(by_step[step].values()) for step in sorted(by_step)]
 
 
+def root_of(run_dir: Path) -> str | None:
+    """Merkle root of the sealed log; None when it was not sealed."""
+    for seal in run_dir.rglob("SEAL.json"):
+        found = json.loads(seal.read_text())
+        return found.get("root") or found.get("seal", {}).get("root")
+    return None
+
+
 def interval(values: Sequence[float]) -> dict[str, float]:
     """Mean and the half width of its normal 95 % interval, from the sample deviation."""
     count = len(values)

@@ -1,6 +1,6 @@
 """Does everything work on this card: environment, Ray seats, contract of the engine, refits by file and by handles, a run, audit, replay.
 
-    python -m tools.device.smoke --limit-s 480 [--rehearse]
+python -m tools.device.smoke --limit-s 480 [--rehearse]
 """
 
 from __future__ import annotations
