@@ -23,6 +23,10 @@ class Message:
     """Rows by table, without lsn."""
     digest: bytes
     """Over the digests of the rows: tells a repetition from a conflict."""
+    size_bytes: int
+    """Bytes that the rows take in memory."""
+    num_rows: int
+    """Rows over all tables."""
     is_urgent: bool = False
     """Commit now instead of waiting for the window."""
 
@@ -34,21 +38,24 @@ class Message:
         digests = {
             name: list(rows.digests) if isinstance(rows, WrittenRows) else rows["digest"].to_pylist() for name, rows in tables.items()
         }
-        return cls(producer=producer, seq=seq, attempt=attempt, tables=tables, digest=message_digest(digests), is_urgent=is_urgent)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that the rows take in memory."""
-        return sum(32 * len(rows) if isinstance(rows, WrittenRows) else rows.nbytes for rows in self.tables.values())
-
-    @property
-    def num_rows(self) -> int:
-        """Rows over all tables."""
-        return sum(map(len, self.tables.values()))
+        return cls(
+            producer=producer,
+            seq=seq,
+            attempt=attempt,
+            tables=tables,
+            digest=message_digest(digests),
+            size_bytes=_size_of(tables),
+            num_rows=sum(map(len, tables.values())),
+            is_urgent=is_urgent,
+        )
 
     def __reduce__(self) -> tuple[Callable[..., Message], tuple[object, ...]]:
         encoded = {name: rows if isinstance(rows, WrittenRows) else _to_ipc(rows) for name, rows in self.tables.items()}
         return _from_ipc, (self.producer, self.seq, self.attempt, encoded, self.digest, self.is_urgent)
+
+
+def _size_of(tables: dict[str, pa.RecordBatch | WrittenRows]) -> int:
+    return sum(32 * len(rows) if isinstance(rows, WrittenRows) else rows.nbytes for rows in tables.values())
 
 
 def message_digest(row_digests: dict[str, list[bytes]]) -> bytes:
@@ -72,7 +79,16 @@ def _to_ipc(rows: pa.RecordBatch) -> bytes:
 
 def _from_ipc(producer: str, seq: int, attempt: int, encoded: dict[str, bytes | WrittenRows], digest: bytes, is_urgent: bool) -> Message:
     tables = {name: data if isinstance(data, WrittenRows) else pa.ipc.open_stream(data).read_next_batch() for name, data in encoded.items()}
-    return Message(producer=producer, seq=seq, attempt=attempt, tables=tables, digest=digest, is_urgent=is_urgent)
+    return Message(
+        producer=producer,
+        seq=seq,
+        attempt=attempt,
+        tables=tables,
+        digest=digest,
+        size_bytes=_size_of(tables),
+        num_rows=sum(map(len, tables.values())),
+        is_urgent=is_urgent,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
