@@ -72,8 +72,12 @@ class LogReader:
         self._datasets[table] = held
         return held
 
-    def cut(self, at: int | None = None) -> Cut:
-        """A consistent view: everything up to the newest complete group, or up to lsn `at`."""
+    def cut(self, at: int | str | None = None) -> Cut:
+        """A consistent view: everything up to the newest complete group, or up to lsn `at`, or what the pin of that name holds."""
+        if isinstance(at, str):
+            from molt.log.pin import pinned_cut
+
+            return pinned_cut(self, at)
         return self._again(lambda: self._cut(at))
 
     def _cut(self, at: int | None) -> Cut:

@@ -108,7 +108,8 @@ def _schedule(kills: int, points: tuple[str, ...], seed: int) -> Iterator[tuple[
         if number % 2:
             yield None, chance.uniform(0.05, 1.0)
         else:
-            yield f"{points[(number // 2) % len(points)]}@{chance.randint(1, 3)}", 8.0
+            point = points[(number // 2) % len(points)]
+            yield f"{point}@{1 if point.startswith('open.') else chance.randint(1, 3)}", 8.0
 
 
 def _end(victim: Victim, point: str | None, life_s: float, outcome: Outcome) -> None:

@@ -1,0 +1,70 @@
+"""The writer as a Ray actor: several processes append, the actor dies, every row is there once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from molt.errors import ConflictingAppendError  # noqa: E402
+from molt.log.actor import RaySink, actor_name, start_log_actor, stop_log_actor  # noqa: E402
+from molt.log.message import Message  # noqa: E402
+from molt.log.producer import Producer  # noqa: E402
+from molt.log.reader import LogReader  # noqa: E402
+from molt.log.seal import read_seal  # noqa: E402
+from molt.log.verify import verify_log  # noqa: E402
+from tests.log.build import make_message, make_segment  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A local cluster of two processes."""
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": "."}})
+    yield
+    ray.shutdown()
+
+
+class Sender:
+    """A process that appends segments as fast as they are acknowledged."""
+
+    async def send(self, sink: RaySink, start: int, count: int) -> int:
+        producer = Producer(sink, "worker", is_validating=False)
+        acks = await asyncio.gather(*(producer.append(segments=[make_segment(start + number)]) for number in range(count)))
+        return len(acks)
+
+
+def test_rows_of_two_processes_survive_the_death_of_the_actor(cluster: None, tmp_path: Path) -> None:
+    handle = start_log_actor(tmp_path, run="deadly", store="durable")
+    assert ray.get_actor(actor_name("deadly")) is not None
+    sink = RaySink(handle)
+    senders = [ray.remote(Sender).remote() for _ in range(2)]
+    sent = [sender.send.remote(sink, 1000 * place, 150) for place, sender in enumerate(senders)]
+    time.sleep(0.5)
+    ray.kill(handle, no_restart=False)
+    assert ray.get(sent, timeout=120) == [150, 150]
+    stop_log_actor(handle, is_sealing=True)
+    rows = LogReader.open(tmp_path).cut().table("segments", ["prompt_index"])["prompt_index"].to_pylist()
+    assert sorted(rows) == [*range(150), *range(1000, 1150)]
+    assert read_seal(LogReader.open(tmp_path).home) is not None
+    assert verify_log(tmp_path).findings == []
+
+
+def test_errors_of_the_writer_arrive_with_their_type(cluster: None, tmp_path: Path) -> None:
+    handle = start_log_actor(tmp_path, run="typed", store="process")
+    sink = RaySink(handle)
+    assert sink.submit(make_typed(0)).result(20).seq == 0
+    with pytest.raises(ConflictingAppendError, match="seq=0"):
+        sink.submit(make_typed(9)).result(20)
+    stop_log_actor(handle)
+
+
+def make_typed(index: int) -> Message:
+    """A message under one and the same place."""
+    return make_message("p", 0, [index])
