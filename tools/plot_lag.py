@@ -75,9 +75,7 @@ def panel(title: str, lines: dict[str, dict[str, tuple[float, float]]], left: in
         path = " ".join(f"{x(lag):.1f},{y(mean)}" for lag, mean, _ in by_lag)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         for lag, mean, half in by_lag:
-            parts.append(
-                f'<line x1="{x(lag):.1f}" x2="{x(lag):.1f}" y1="{y(mean - half)}" y2="{y(mean + half)}" stroke="{colour}" stroke-width="2"/>'
-            )
+            parts.append(f'<line x1="{x(lag):.1f}" x2="{x(lag):.1f}" y1="{y(mean - half)}" y2="{y(mean + half)}" stroke="{colour}"/>')
             parts.append(f'<circle cx="{x(lag):.1f}" cy="{y(mean)}" r="3.5" fill="{colour}"/>')
         parts.append(f'<text x="{left + LEFT + 100 * number}" y="44" fill="{colour}">{name}</text>')
     return parts
