@@ -39,7 +39,7 @@ class Variant:
 def main() -> int:
     """All runs at once; 0 when every one of them left steps."""
     arguments = _arguments()
-    parts = Parts(arguments.name, arguments.out, limit_s=arguments.limit_s)
+    parts = Parts(arguments.name, arguments.out, work=arguments.work, limit_s=arguments.limit_s)
     held: dict[str, Any] = {}
 
     def prepare(facts: dict[str, Any]) -> None:
@@ -60,6 +60,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--task", default="chain_sum", choices=["chain_sum", "sums"])
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
     made.add_argument("--lags", type=int, nargs="+", default=[1])
+    made.add_argument("--runs", nargs="+", default=[], metavar="SEED:LAG[:d]", help="runs one by one; d is decoupled correction")
     made.add_argument("--decoupled", action="store_true", help="a second run of every lag above 0, with decoupled correction")
     made.add_argument("--only-decoupled", action="store_true", help="no run without it")
     made.add_argument("--level", default="token", choices=["token", "seq", "geo"])
@@ -76,21 +77,24 @@ def _arguments() -> argparse.Namespace:
 
 def variants(arguments: argparse.Namespace) -> list[Variant]:
     """The runs that were asked for."""
-    kinds = [True] if arguments.only_decoupled else [False, True] if arguments.decoupled else [False]
+    named = [run.split(":") for run in arguments.runs] or [
+        (str(seed), str(lag), *kind)
+        for lag in arguments.lags
+        for kind in ([["d"]] if arguments.only_decoupled else [[], ["d"]] if arguments.decoupled else [[]])
+        for seed in arguments.seeds
+        if not (kind and lag == 0)
+    ]
     return [
         Variant(
-            name=f"{arguments.name}-seed{seed}-lag{lag}{'-decoupled' if is_decoupled else ''}",
-            seed=seed,
-            lag=lag,
+            name=f"{arguments.name}-seed{seed}-lag{lag}{'-decoupled' if kind else ''}",
+            seed=int(seed),
+            lag=int(lag),
             level=arguments.level,
             mode=arguments.mode,
             band=None if arguments.band is None else tuple(arguments.band),
-            is_decoupled=is_decoupled,
+            is_decoupled=bool(kind),
         )
-        for lag in arguments.lags
-        for is_decoupled in kinds
-        for seed in arguments.seeds
-        if not (is_decoupled and lag == 0)
+        for seed, lag, *kind in named
     ]
 
 
@@ -146,7 +150,7 @@ def run_all(arguments: argparse.Namespace, parts: Parts, world: World, facts: di
     children = {}
     for variant in variants(arguments):
         command = molt("train", *flags(settings(arguments, world, variant)))
-        children[variant] = Child(command, log=parts.out / f"{variant.name}.log")
+        children[variant] = Child(command, log=parts.logs / f"{variant.name}.log")
     limit_s = min(arguments.train_s, parts.left_s - 60)
     while time.monotonic() - began < limit_s and any(child.process.poll() is None for child in children.values()):
         time.sleep(1.0)

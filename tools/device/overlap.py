@@ -44,7 +44,7 @@ class Overlap:
         self.is_rehearsal: bool = arguments.rehearse
         self.work: Path = arguments.work
         self.engine = arguments.engine or ("embedded" if self.is_rehearsal else "vllm")
-        self.parts = Parts("overlap", arguments.out, limit_s=arguments.limit_s)
+        self.parts = Parts("overlap", arguments.out, work=arguments.work, limit_s=arguments.limit_s)
         self.world: World | None = None
         self.run_dir: Path | None = None
 
@@ -90,7 +90,7 @@ class Overlap:
         """A run of its own; seconds of a step from one step's end to the next."""
         name = f"overlap-lag{lag}-{time.strftime('%H%M%S')}"
         settings = self.settings(**{"run.name": name, "train.async_queue_size": lag})
-        child = Child(molt("train", *flags(settings)), log=self.parts.out / f"overlap-lag{lag}.log")
+        child = Child(molt("train", *flags(settings)), log=self.parts.logs / f"overlap-lag{lag}.log")
         facts["exit_code"] = child.wait(self.parts.left_s - 20)
         run_dir = self.work / "runs" / name
         steps, refits = steps_of(run_dir)[SKIPPED:], refits_of(run_dir)[SKIPPED:]
@@ -156,7 +156,7 @@ class Overlap:
             facts["tokens_per_s"], calls = asyncio.run(pool_tokens_per_s(config, folder, 8 if self.is_rehearsal else 256))
         file = self.work / "calls.json"
         file.write_text(json.dumps({"config": config.model_dump_json(), "calls": [(prompt.tolist(), count) for prompt, count in calls]}))
-        facts |= {"num_calls": len(calls), **bare_engine(file, self.parts.out / "overlap-bare.log", limit_s=self.parts.left_s - 10)}
+        facts |= {"num_calls": len(calls), **bare_engine(file, self.parts.logs / "overlap-bare.log", limit_s=self.parts.left_s - 10)}
         facts["ratio"] = facts["tokens_per_s"] / facts["bare_tokens_per_s"]
 
     def ratios(self, facts: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,9 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 class Parts:
     """The parts of one program. Each fills a dict of facts; an error in one is noted and the next goes on."""
 
-    def __init__(self, name: str, out: Path, *, limit_s: float) -> None:
+    def __init__(self, name: str, out: Path, *, work: Path, limit_s: float) -> None:
         self.file = out / f"{name}.json"
-        self.out = out
+        self.logs = work / "logs" / name
+        """What children print; kept as one archive beside the JSON."""
         self.began = time.monotonic()
         self.limit_s = limit_s
         self.facts: dict[str, dict[str, Any]] = {}
@@ -63,11 +65,14 @@ class Parts:
         os.replace(partial, self.file)
 
     def table(self) -> None:
-        """Print the facts, one line a part."""
+        """Print the facts, one line a part, and pack the logs."""
         print("\n== " + self.head["program"])
         for name, facts in self.facts.items():
             shown = ", ".join(f"{key}={_short(value)}" for key, value in facts.items() if key not in ("traceback", "seconds"))
             print(f"{name:24} {facts.get('seconds', 0):7.1f} s  {shown}"[:600])
+        with tarfile.open(self.file.with_name(f"{self.file.stem}-logs.tgz"), "w:gz") as archive:
+            for log in sorted(self.logs.glob("*.log")):
+                archive.add(log, arcname=log.name)
         failed = [name for name, facts in self.facts.items() if "error" in facts]
         print(f"{len(self.facts)} parts, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}; {self.file}", flush=True)
 

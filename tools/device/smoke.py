@@ -50,6 +50,8 @@ def main() -> int:
         parts.run("train", smoke.train, needs_s=60)
         parts.run("audit", smoke.audit)
         parts.run("replay", smoke.replay, needs_s=30)
+        if smoke.is_cuda:
+            parts.run("automodel", smoke.automodel, needs_s=90)
     parts.table()
     return int(any("error" in facts for facts in parts.facts.values()))
 
@@ -60,7 +62,7 @@ class Smoke:
     def __init__(self, arguments: Any) -> None:
         self.is_rehearsal: bool = arguments.rehearse
         self.work: Path = arguments.work
-        self.parts = Parts("smoke", arguments.out, limit_s=arguments.limit_s)
+        self.parts = Parts("smoke", arguments.out, work=arguments.work, limit_s=arguments.limit_s)
         self.world: World | None = None
         self.run_dir: Path | None = None
         self.is_cuda = False
@@ -196,21 +198,35 @@ class Smoke:
     def train(self, facts: dict[str, Any]) -> None:
         """A few asynchronous steps with trainer and engine on one card."""
         settings = self.settings()
-        child = Child(molt("train", *flags(settings)), log=self.parts.out / "smoke-train.log")
+        child = Child(molt("train", *flags(settings)), log=self.parts.logs / "smoke-train.log")
         code = child.wait(self.parts.left_s - 45)
         facts |= {"exit_code": code, "wall_s": round(time.monotonic() - child.began, 1)}
         self.run_dir = Path(settings["run.dir"]) / settings["run.name"]
-        from tools.device.readings import steps_of
+        from tools.device.readings import refits_of, steps_of
 
         steps = steps_of(self.run_dir)
-        facts |= {"num_steps": len(steps), "last": steps[-1] if steps else None}
+        facts |= {"num_steps": len(steps), "last": steps[-1] if steps else None, "refits": refits_of(self.run_dir)[-2:]}
         if code != 0:
             raise RuntimeError(f"molt train ended with {code}: {child.tail()}")
+
+    def automodel(self, facts: dict[str, Any]) -> None:
+        """A few steps more with NeMo AutoModel in place of the Hugging Face class, and refits over CUDA handles."""
+        from tools.device.readings import refits_of, steps_of
+
+        own = {"actor.implementation": "automodel", "train.num_steps": 4, "vllm.weight_transfer": "ipc", "train.deterministic": False}
+        settings = self.settings() | own
+        settings["run.name"] += "-automodel"
+        child = Child(molt("train", *flags(settings)), log=self.parts.logs / "smoke-automodel.log")
+        facts["exit_code"] = child.wait(self.parts.left_s - 10)
+        run_dir = Path(settings["run.dir"]) / settings["run.name"]
+        facts |= {"steps": steps_of(run_dir)[-2:], "refits": refits_of(run_dir)[-2:]}
+        if facts["exit_code"] != 0:
+            raise RuntimeError(f"molt train ended with {facts['exit_code']}: {child.tail()}")
 
     def audit(self, facts: dict[str, Any]) -> None:
         """Every invariant of the run."""
         assert self.run_dir is not None, "no run"
-        child = Child(molt("audit", str(self.run_dir)), log=self.parts.out / "smoke-audit.log")
+        child = Child(molt("audit", str(self.run_dir)), log=self.parts.logs / "smoke-audit.log")
         facts["exit_code"] = child.wait(60)
         if facts["exit_code"] != 0:
             raise RuntimeError(child.tail())
@@ -218,7 +234,7 @@ class Smoke:
     def replay(self, facts: dict[str, Any]) -> None:
         """Three steps again, bit by bit."""
         assert self.run_dir is not None, "no run"
-        child = Child(molt("replay", str(self.run_dir), "--steps", "3", "--json"), log=self.parts.out / "smoke-replay.log")
+        child = Child(molt("replay", str(self.run_dir), "--steps", "3", "--json"), log=self.parts.logs / "smoke-replay.log")
         facts["exit_code"] = child.wait(min(120.0, self.parts.left_s - 5))
         facts["says"] = child.tail(400)
         if facts["exit_code"] != 0:
