@@ -38,6 +38,8 @@ class ActorSettings(Room):
     max_grad_norm: float = Field(1.0, gt=0)
     gradient_checkpointing: bool = False
     freeze_moe_router: bool = False
+    moe_router_dtype: Literal["auto", "float32"] = "auto"
+    """float32: routers keep their weights and logits in float32 where the layers compute in actor.dtype=bfloat16."""
     implementation: Literal["auto", "hf", "automodel"] = "auto"
     """Model seam: auto takes NeMo AutoModel where it is installed with CUDA, else Hugging Face."""
 

@@ -40,6 +40,7 @@ def load_automodel(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> tuple
         rms_norm="torch_fp32" if torch.cuda.is_available() else "torch",  # the first is compiled, which helps on a GPU only
         rope_fusion=False,
         dispatcher="torch",
+        gate_precision=torch.float32 if actor.moe_router_dtype == "float32" else None,
     )
     options: dict[str, Any] = {"backend": backend, "use_liger_kernel": False, "torch_dtype": torch.float32}
     if fsdp.ep_size > 1:

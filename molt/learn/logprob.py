@@ -80,7 +80,8 @@ def head_logprobs(
 def logits_logprobs(logits_NV: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from logits that a model made itself (soft-capped or scaled heads)."""
     logp_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
-    return logp_NV.gather(1, target_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
+    # FSDP hangs its backward hook on what a forward returns, which must not be a view.
+    return logp_NV.gather(1, target_N[:, None]).sum(1), -(logp_NV.exp() * logp_NV).sum(-1)
 
 
 def _logits(hidden_cD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, temperature_c: torch.Tensor) -> torch.Tensor:

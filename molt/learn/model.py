@@ -129,6 +129,8 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScor
     except (OSError, ValueError) as error:
         raise SettingError(f"actor.model_name_or_path={path}, the model does not load: {error}") from error
     prepare(lm, actor)
+    if actor.moe_router_dtype == "float32":
+        Routes.install(lm, setting="actor.moe_router_dtype=float32")  # our forward of a router computes in its own dtype
     return TokenScorer(lm, attention_name=name)
 
 

@@ -21,6 +21,7 @@ from molt.config import ActorSettings, FsdpSettings
 from molt.errors import NonFiniteError
 from molt.learn.model import decoder_blocks
 from molt.learn.packing import Packed
+from molt.learn.routes import routers
 
 SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -182,6 +183,10 @@ def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: Dev
     if any(isinstance(module, FSDPModule) for module in scorer.modules()):
         return _sum_gradients(scorer)  # the model came spread over ranks
     offload = CPUOffloadPolicy() if fsdp.offload == "full" and mesh.device_type == "cuda" else OffloadPolicy()
+    if actor.moe_router_dtype == "float32":
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for router in routers(scorer):
+            fully_shard(router, mesh=mesh, mp_policy=exact, offload_policy=offload)
     for block in decoder_blocks(scorer):
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(scorer, mesh=mesh, mp_policy=precision, offload_policy=offload)

@@ -84,7 +84,10 @@ class PolicyRank:
         if refusal is None:
             update = self._more_epochs(step, update)
         weights_digest = self._weights_digest(plan) if refusal is None else None
-        log_s += writing.result() if writing is not None else 0.0
+        if writing is not None:
+            waiting = time.monotonic()
+            step.known.metrics["log_write_s"] = writing.result()
+            log_s += time.monotonic() - waiting
         result = tally.result(
             plan,
             total,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -60,18 +61,19 @@ class Member:
         self.spec = spec
         self.store: dist.TCPStore | None = None
 
-    def listen(self) -> int:
-        """Rank 0: open the rendezvous on a port that the system picks, and hold it. Returns the port."""
-        self.store = dist.TCPStore("127.0.0.1", 0, self.spec.num_ranks, is_master=True, wait_for_workers=False)
-        return int(self.store.port)
+    def listen(self, is_local: bool) -> tuple[str, int]:
+        """Rank 0: open the rendezvous on a port that the system picks, and hold it. Returns host and port."""
+        host = "127.0.0.1" if is_local else ray.util.get_node_ip_address()
+        self.store = dist.TCPStore(host, 0, self.spec.num_ranks, is_master=True, wait_for_workers=False)
+        return host, int(self.store.port)
 
-    def meet(self, port: int) -> DeviceMesh:
+    def meet(self, place: tuple[str, int]) -> DeviceMesh:
         """Join the process group; a collective."""
         spec, timeout = self.spec, timedelta(seconds=self.spec.config.train.step_timeout_s)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         set_determinism(spec.config, kind)
         if self.store is None:
-            self.store = dist.TCPStore("127.0.0.1", port, spec.num_ranks, is_master=False, timeout=timeout)
+            self.store = dist.TCPStore(*place, spec.num_ranks, is_master=False, timeout=timeout)
         if kind == "cuda":
             torch.cuda.set_device(0)  # Ray shows each rank its own
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -89,9 +91,9 @@ class Member:
 class FrozenProcess(Member):
     """One rank of a reference or teacher that stands apart: it reads the rows of its trainer rank from the log and scores them."""
 
-    def join(self, port: int) -> str:
+    def join(self, place: tuple[str, int]) -> str:
         """Meet the other ranks and load the frozen model. Returns the device."""
-        mesh = self.meet(port)
+        mesh = self.meet(place)
         path = frozen_path(self.spec.config, self.spec.model_path)
         self.model = FrozenModel(path, self.spec.config, mesh)
         self.reader = LogReader.open(self.spec.run_dir)
@@ -111,9 +113,9 @@ class RankProcess(Member):
         super().__init__(spec)
         self.log = log
 
-    def join(self, port: int) -> str:
+    def join(self, place: tuple[str, int]) -> str:
         """Meet the other ranks and build the policy and what stands beside it. Returns the device."""
-        spec, config, mesh = self.spec, self.spec.config, self.meet(port)
+        spec, config, mesh = self.spec, self.spec.config, self.meet(place)
         scorer = load_model(spec.model_path, config.actor, config.fsdp)
         vocabulary = vocab_size(scorer)
         self.policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=spec.num_steps)

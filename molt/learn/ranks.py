@@ -178,8 +178,11 @@ class RankGroup:
 
     async def _join(self, actors: list[Any]) -> list[str]:
         """Let processes meet each other; the device of each."""
-        port = (await self._wait("listen", [asyncio.ensure_future(_result(actors[0].listen.remote()))]))[0]
-        return await self._wait("join", [asyncio.ensure_future(_result(actor.join.remote(port))) for actor in actors])
+        import ray
+
+        is_local = sum(node["Alive"] for node in ray.nodes()) == 1
+        place = (await self._wait("listen", [asyncio.ensure_future(_result(actors[0].listen.remote(is_local)))]))[0]
+        return await self._wait("join", [asyncio.ensure_future(_result(actor.join.remote(place))) for actor in actors])
 
     async def _ask(self, method: str, *args: Any, own: list[Any] | None = None) -> list[Any]:
         """The answers of all ranks; own: one further argument for each. The first failure, or the limit, ends the group and is raised."""

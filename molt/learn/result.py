@@ -70,6 +70,8 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
     train_s: float = 0.0
     log_s: float = 0.0
+    """Seconds that the step waited for the log: reading rows, and what was left of the writing after the update.
+    metrics["log_write_s"] is the whole of the writing."""
     uses: tuple[SegmentUse, ...] = ()
     """In plan order."""
     refused: Refusal | None = None

@@ -67,7 +67,7 @@ class Routes:
         self.slots = list(slots)
 
     @classmethod
-    def install(cls, lm: nn.Module) -> Routes:
+    def install(cls, lm: nn.Module, *, setting: str = "train.routing_replay=true") -> Routes:
         """Put a slot into every router. Raises SettingError for a model without a router that can replay."""
         slots = []
         for name, module in lm.named_modules():
@@ -82,7 +82,7 @@ class Routes:
                 continue
             slots.append(slot)
         if not slots:
-            raise SettingError("train.routing_replay=true, the model has no router that can replay; set it to false")
+            raise SettingError(f"{setting}, the model has no router that Molt knows; leave the setting out")
         return cls(slots)
 
     def check(self, routes_LMK: np.ndarray, where: str) -> None:
@@ -117,6 +117,11 @@ class Routes:
                 share = count.overlap / count.n_replayed
                 return f"routes of layer {slot.name} agree with the trainer's in {share:.2f} of the experts, chance is {floor / 2:.2f}"
         return None
+
+
+def routers(lm: nn.Module) -> list[nn.Module]:
+    """Routers whose forward this module makes."""
+    return [module for module in lm.modules() if type(module).__name__ in SOFTMAX_ROUTERS]
 
 
 def pack_routes(rows: Sequence[np.ndarray | None], lengths: Sequence[int]) -> torch.Tensor | None:
@@ -168,12 +173,13 @@ def _router_forward(slot: RouteSlot) -> Any:
     """The forward of a Hugging Face top-k router with the choice replaced; probabilities, and with them the gradient, stay live."""
 
     def forward(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits_LE = nn.functional.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+        hidden_LD = hidden_states.reshape(-1, router.hidden_dim)
+        logits_LE = nn.functional.linear(hidden_LD.to(router.weight.dtype), router.weight)
         probs_LE = torch.softmax(logits_LE, dim=-1, dtype=torch.float32)
         chosen_LK = slot.apply(torch.topk(probs_LE, router.top_k, dim=-1).indices)
         weights_LK = probs_LE.gather(1, chosen_LK)
         if router.norm_topk_prob:
             weights_LK = weights_LK / weights_LK.sum(dim=-1, keepdim=True)
-        return logits_LE, weights_LK.to(logits_LE.dtype), chosen_LK
+        return logits_LE, weights_LK.to(hidden_LD.dtype), chosen_LK
 
     return forward

@@ -146,7 +146,21 @@ def test_frozen_router_stays(moe: Path) -> None:
 
 
 def test_dense_model_has_no_router_to_replay_or_freeze(model: Path) -> None:
-    with pytest.raises(SettingError, match="no router that can replay"):
+    with pytest.raises(SettingError, match="no router that Molt knows"):
         Routes.install(load_model(str(model), ActorSettings(), FsdpSettings()).lm)
     with pytest.raises(SettingError, match="has no router"):
         load_model(str(model), ActorSettings(freeze_moe_router=True), FsdpSettings())
+
+
+def test_router_stays_in_float32_while_layers_compute_in_bfloat16(moe: Path) -> None:
+    rows, seen = make_rows(2), {}
+    for dtype in ("auto", "float32"):
+        rank = make_rank(make_config(moe, actor={"dtype": "bfloat16", "moe_router_dtype": dtype}), rows)
+        found: list[torch.dtype] = []
+        for name, module in rank.policy.scorer.named_modules():
+            if name.endswith("mlp.gate"):
+                module.register_forward_hook(lambda _module, _inputs, output, found=found: found.append(output[0].dtype))
+        result = rank.train(make_plan(rows))
+        assert result.refused is None
+        seen[dtype] = set(found)
+    assert seen == {"auto": {torch.bfloat16}, "float32": {torch.float32}}
