@@ -19,6 +19,7 @@ import ray
 from molt.errors import LeaseHeldError, LogError, MoltError
 from molt.log.message import Ack, Message
 from molt.log.seal import seal_log
+from molt.log.store import load_store
 from molt.log.writer import LogWriter
 
 LEASE_WAIT_S = 10.0
@@ -36,7 +37,8 @@ class _LogActor:
     """Runs a LogWriter. A restart takes the same attempt under a new epoch."""
 
     def __init__(self, run_dir: str, run: str, attempt: int, store: str) -> None:
-        until = time.monotonic() + LEASE_WAIT_S
+        profile = load_store(store)
+        until = time.monotonic() + (LEASE_WAIT_S if profile.lease == "flock" else profile.lease_ttl_s + LEASE_WAIT_S)
         while True:
             try:
                 self._writer = LogWriter.open(run_dir, run=run, attempt=attempt, store=store)

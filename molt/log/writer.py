@@ -18,15 +18,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from molt.errors import FencedError, LogError, LogFullError, MoltError
+from molt.errors import DataError, FencedError, LogError, LogFullError, MoltError
 from molt.log.core import LogCore, Rows, open_core
 from molt.log.crash import crashpoint
+from molt.log.encode import ENCODABLE, WrittenRows
 from molt.log.inbox import Entry, Inbox, gap_error
 from molt.log.message import Ack, Message, message_digest
 from molt.log.retention import apply_retention
 from molt.log.rows import Event, event, to_arrow
 from molt.log.store import RetentionSettings, Store, load_store
 from molt.log.upkeep import Upkeep
+from molt.schema import TABLES, arrow_schema
 
 T = TypeVar("T")
 _RETENTION_GROUPS = 64
@@ -42,6 +44,9 @@ class LogWriter:
         self._lock = threading.Condition()
         self._inbox = Inbox(core.state.marks, max_bytes=core.store.queue.max_bytes, read_back=self._read_back)
         self._upkeep = Upkeep(core)
+        self._columns = {name: {column.name: column.type for column in arrow_schema(name) if column.name != "lsn"} for name in TABLES}
+        self._apart = 0
+        """Messages still to be committed one by one, after a group failed for a reason that may lie in one of them."""
         self._own_name = f"log.{core.state.epoch}"
         self._own_seq = 0
         self._jobs: list[Callable[[], None]] = []
@@ -103,10 +108,29 @@ class LogWriter:
                 future.set_exception(
                     FencedError(f"producer={message.producer}: attempt={message.attempt} is over, {self.attempt} is running; stop it")
                 )
+            elif (misfit := self._misfit(message)) is not None:
+                future.set_exception(misfit)
             else:
                 self._inbox.accept(message, future)
                 self._lock.notify_all()
         return future
+
+    def _misfit(self, message: Message) -> DataError | None:
+        """Why the rows of a message do not fit their tables; it must not fail the group that it would be in."""
+        for name, rows in message.tables.items():
+            expected = self._columns.get(name)
+            if expected is None or (isinstance(rows, WrittenRows) and name not in ENCODABLE):
+                return DataError(f"producer={message.producer} seq={message.seq}: {name!r} takes no such rows")
+            if isinstance(rows, WrittenRows):
+                continue
+            found = {column.name: column.type for column in rows.schema}
+            wrong = sorted(column for column in expected | found if expected.get(column) != found.get(column))
+            if wrong:
+                return DataError(
+                    f"producer={message.producer} seq={message.seq}: column {wrong[0]!r} of {name} is {found.get(wrong[0])}, "
+                    f"the log has {expected.get(wrong[0])}; encode with the molt that writes the log"
+                )
+        return None
 
     def _refusal(self) -> MoltError | None:
         if self._failure is not None:
@@ -181,7 +205,7 @@ class LogWriter:
                     self._jobs.pop(0)()
             except (LogFullError, FencedError, LogError) as error:
                 self._fail(group, error, is_fatal=isinstance(error, FencedError))
-            except Exception as error:  # the writer must not die in silence: whoever waits learns why
+            except BaseException as error:  # also a panic of Lance: the writer must not die in silence, whoever waits learns why
                 self._fail(group, LogError(f"log={self._core.home.where}: {type(error).__name__}: {error}"), is_fatal=True)
             if self._failure is not None:
                 return
@@ -214,6 +238,9 @@ class LogWriter:
                 or any(entry.message.is_urgent for entry in ready)
             )
             if is_due:
+                if self._apart:
+                    self._apart -= 1
+                    return self._inbox.take(max_rows=1, max_bytes=1)
                 return self._inbox.take(max_rows=commit.max_rows, max_bytes=commit.max_bytes)
             self._lock.wait(timeout=left)
 
@@ -285,6 +312,8 @@ class LogWriter:
                 self._inbox.drain(error)
             else:
                 failed = self._inbox.release() if is_decided else self._inbox.put_back()
+                if len(group) > 1 and not is_decided and not isinstance(error, LogFullError):
+                    self._apart = 2 * len(group)
                 echoes, self._inbox.echoes = self._inbox.echoes, []
                 for entry in (*failed, *echoes):
                     for future in entry.futures:

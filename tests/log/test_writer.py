@@ -236,3 +236,23 @@ def test_resent_file_is_a_repetition_after_a_restart(run_dir: Path, fast: Fast) 
     with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
         assert writer.submit(message).result(10).is_repetition
     assert LogReader.open(run_dir).cut().table("segments").num_rows == 1
+
+
+def test_rows_that_do_not_fit_fail_alone(run_dir: Path, fast: Fast) -> None:
+    from molt.log.encode import WrittenRows
+    from molt.log.message import Message
+
+    good, other = make_message("p", 0, [0]), make_message("q", 0, [1])
+    short = Message.of("r", 0, 1, {"segments": good.tables["segments"].select(["run", "digest"])})
+    lost = Message.of("s", 0, 1, {"segments": WrittenRows(file="gone.lance", num_rows=1, digests=(b"x" * 16,))})
+    with LogWriter.open(run_dir, run="run", store=fast("process", window_ms=50.0)) as writer:
+        futures = {message.producer: writer.submit(message) for message in (good, short, lost, other)}
+        with pytest.raises(ValueError, match="column 'attempt' of segments is None"):
+            futures["r"].result(10)
+        with pytest.raises(LogError, match=r"gone\.lance cannot be read"):
+            futures["s"].result(10)
+        again = [writer.submit(message) for message in (good, lost, other)]  # producers send again; each is now tried alone
+        assert again[0].result(10).seq == again[2].result(10).seq == 0
+        with pytest.raises(LogError, match="cannot be read"):
+            again[1].result(10)
+    assert LogReader.open(run_dir).cut().table("segments", ["prompt_index"])["prompt_index"].to_pylist() == [0, 1]
