@@ -154,6 +154,8 @@ class ChatRenderer:
 
         Raises AgentError when the template loses a message, or writes a sampled turn in a way that hides where it ends.
         """
+        if self.template.shows_result_ids:
+            _check_call_ids(messages, turns)
         shown = _with_sentinels(messages, turns, shows_calls=self.template.shows_calls)
         text = self.text(shown, add_generation_prompt=add_generation_prompt)
         regions = []
@@ -283,6 +285,18 @@ def _with_sentinels(messages: Sequence[Message], turns: Mapping[int, SampledTurn
             ]
         shown.append(stand_in)
     return shown
+
+
+def _check_call_ids(messages: Sequence[Message], turns: Mapping[int, SampledTurn]) -> None:
+    """Refuse a result without the id that the model gave its call, where that id is part of the prompt."""
+    last = None
+    for place, message in enumerate(messages):
+        last = turns.get(place) if message["role"] == "assistant" else last
+        if message["role"] == "tool" and last is not None and str(message.get("tool_call_id") or "\0") not in last.text:
+            raise AgentError(
+                f"messages[{place}] answers call {message.get('tool_call_id')!r}, which the model did not write, and this chat template "
+                "shows ids of calls; give the id that stands in the model's text: Observation.tool(result, call_ids=[...])"
+            )
 
 
 def _sentinel(kind: str, place: int) -> str:

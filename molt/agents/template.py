@@ -40,6 +40,8 @@ class ChatTemplate:
         self.openings: tuple[str, ...] = ()
         """What it writes between a generation prompt and the first word of a turn (a thinking marker, a channel), blanks aside."""
         self._find_openings()
+        self.shows_result_ids = self._finds_result_ids()
+        """Whether a tool result shows the id of its call: such ids are the model's own words."""
         self.turn_ends = self._find_turn_ends()
         """Special tokens with which it ends an assistant turn: the last one of a chat, and one that more turns follow."""
 
@@ -99,6 +101,17 @@ class ChatTemplate:
                 continue
         self.takes_mappings = True
         return False
+
+    def _finds_result_ids(self) -> bool:
+        word = "zqresultid"
+        call = {"type": "function", "id": word, "function": {"name": "zqname", "arguments": {"key": PROBE_WORD}}}
+        chat: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            asked = self.text(chat, add_generation_prompt=False)
+            answered = self.text([*chat, {"role": "tool", "tool_call_id": word, "content": "42"}], add_generation_prompt=False)
+        except AgentError:
+            return False
+        return answered.count(word) > asked.count(word)
 
     def _find_openings(self) -> None:
         """See how reasoning and answer of a turn begin and end."""

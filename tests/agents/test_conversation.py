@@ -10,6 +10,7 @@ import pytest
 from molt.agents.conversation import Conversation
 from molt.agents.render import ChatRenderer
 from molt.agents.tokenizer import Tokenizer
+from molt.errors import AgentError
 from molt.log.rows import TokenSource
 from tests.agents.tokenizers_for_tests import byte_tokenizer
 
@@ -178,6 +179,25 @@ def test_special_text_in_a_user_message_does_not_shift_the_turns() -> None:
     turn = conversation.add([user], first, sampled)
     second = conversation.prompt([user, {"role": "assistant", "content": turn.text}, USER])
     assert second.token_ids[: len(first.token_ids) + len(sampled)].tolist() == [*first.token_ids.tolist(), *sampled.tolist()]
+
+
+KIMI = (
+    "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
+    "{%- if message['role'] == 'tool' -%}{{- '## Return of ' + (message['tool_call_id'] or '') + '\n' -}}{%- endif -%}"
+    "{{- message['content'] -}}"
+    "{%- for call in message['tool_calls'] or [] -%}{{- call['id'] + ' ' + (call['function']['arguments'] | tojson) -}}{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+def test_format_with_call_ids_shows_the_ids_that_the_model_wrote_and_no_other() -> None:
+    renderer = ChatRenderer(byte_tokenizer(KIMI, eos="<|im_end|>"))
+    sampled = renderer.tokenizer.encode("functions.get:0 {}<|im_end|>")
+    _, second, _ = two_calls(renderer, sampled, {"role": "tool", "content": "42", "tool_call_id": "functions.get:0"})
+    assert "## Return of functions.get:0\n42" in renderer.tokenizer.decode(second)
+    for result in ({"role": "tool", "content": "42"}, {"role": "tool", "content": "42", "tool_call_id": "call_minted"}):
+        with pytest.raises(AgentError, match="which the model did not write"):
+            two_calls(renderer, sampled, result)
 
 
 def test_sources_name_who_wrote_what(renderer: ChatRenderer) -> None:

@@ -90,6 +90,21 @@ async def test_calculator_agent_calls_its_tool(
     assert observed is None or observed in engine.texts[1]
 
 
+@pytest.mark.parametrize(("said", "reward"), [("95", 1.0), ("It is <answer>95</answer>, not 96", 1.0), ("37 + 58 = 95.", 1.0), ("96", 0.0)])
+async def test_reasoning_gym_agent_reads_the_answer(prompt: Prompt, renderer: ChatRenderer, said: str, reward: float) -> None:
+    episode, engine = await run("reasoning_gym_agent", prompt, renderer, said)
+    assert episode.reward == reward and "Answer with the number only." in engine.texts[0]
+
+
+async def test_reasoning_gym_tool_agent_shows_results_as_user_messages(prompt: Prompt, renderer: ChatRenderer) -> None:
+    episode, engine = await run("reasoning_gym_tool_agent", prompt, renderer, "<calc>37 + 58</calc>", "95")
+    assert episode.reward == 1.0 and episode.metrics == {"num_calls": 1.0}
+    assert engine.texts[1].endswith("<|user|>Result: 95<|end|><|assistant|>")
+    # The examples' assistant messages were not sampled: none of their tokens may be trained.
+    (segment,) = episode.segments
+    assert segment.n_trainable == segment.n_sampled == len(renderer.tokenizer.encode("<calc>37 + 58</calc><|end|>95<|end|>"))
+
+
 async def test_calls_without_end_end_the_rollout(prompt: Prompt, renderer: ChatRenderer) -> None:
     episode, engine = await run("calculator_agent", prompt, renderer, "<calc>1+1</calc>")
     # Three calls are answered; the fourth is taken as the final answer.
