@@ -182,8 +182,8 @@ class EngineHandle:
             if not answer.done():
                 silence.result()
             return await answer
-        except asyncio.CancelledError:
-            self._actor.abort.remote(request_id)
+        except BaseException:
+            self._actor.abort.remote(request_id)  # nobody waits for it any more
             raise
         finally:
             answer.cancel()

@@ -254,17 +254,30 @@ class VllmEngine:
         if mode not in ("keep", "abort"):
             raise EngineError(f"pause mode={mode}, known are keep and abort")
         self._is_open = False
-        while self._num_adding:
-            await asyncio.sleep(0.001)
-        in_flight = list(self._calls.values())
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
-        assert self._handler is not None, "start comes before pause"
-        if in_flight:
-            await self._handler.settle(_SETTLE_S)
+        try:
+            in_flight = await self._hold()
+        except BaseException:
+            await self.resume()
+            raise
         self._is_paused = True
         if mode == "abort":
             await self._cut(in_flight)
         return len(in_flight)
+
+    async def _hold(self) -> list[Call]:
+        """Pause the core and wait until everything it sent has been taken in; returns the calls in flight."""
+        assert self._handler is not None, "start comes before pause"
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                while self._num_adding:
+                    await asyncio.sleep(0.001)
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+        except TimeoutError as error:
+            raise EngineError(f"engine {self._name} did not pause within {_SETTLE_S:g} s") from error
+        in_flight = list(self._calls.values())
+        if in_flight:
+            await self._handler.settle(_SETTLE_S)
+        return in_flight
 
     async def refit(self, source: WeightSource) -> RefitReport:
         """Take new weights; RefitError leaves the old ones serving, or the engine refusing calls if it cannot put them back."""

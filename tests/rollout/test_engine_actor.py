@@ -22,7 +22,7 @@ SPEC = EngineSpec(
 
 
 class Scripted:
-    """An engine whose calls do what their seed says: 0 answers at once, 1 never answers, 2 works for 3 s, 3 waits for an abort."""
+    """An engine whose calls do what their seed says: 0 answers at once, 2 works for 3 s, 3 samples nothing until it is aborted."""
 
     def __init__(self) -> None:
         self.num_sampled = 0
@@ -33,8 +33,6 @@ class Scripted:
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         reason = FinishReason.STOP
-        if sampling.seed == 1:
-            await asyncio.sleep(1000)
         if sampling.seed == 2:
             for _ in range(30):
                 await asyncio.sleep(0.1)
@@ -104,7 +102,7 @@ def sampling(seed: int) -> Sampling:
 
 async def test_a_call_that_is_accepted_and_never_answered_ends_with_the_engine_named(handle: EngineHandle) -> None:
     with pytest.raises(EngineError, match=r"engine scripted-0 .* sampled nothing for vllm\.request_timeout_s=1"):
-        await asyncio.wait_for(handle.generate("never", [1], sampling(1)), 10.0)
+        await asyncio.wait_for(handle.generate("never", [1], sampling(3)), 10.0)
 
 
 async def test_a_long_call_is_not_cut_while_tokens_come(handle: EngineHandle) -> None:
@@ -125,7 +123,9 @@ async def test_a_cancelled_caller_aborts_its_request(handle: EngineHandle) -> No
     raise AssertionError("the engine was not told")
 
 
-async def test_a_pause_that_waits_lets_calls_end_and_holds_new_ones(handle: EngineHandle) -> None:
+async def test_a_pause_that_waits_lets_calls_end_and_holds_new_ones(session: None) -> None:
+    handle = launched(replace(SPEC, name="patient", request_timeout_s=60.0, refit_timeout_s=60.0))
+    await handle.start()
     running = asyncio.create_task(handle.generate("running", [1], sampling(3)))
     await asyncio.sleep(0.2)
     pausing = asyncio.create_task(handle.pause("wait"))
@@ -138,6 +138,7 @@ async def test_a_pause_that_waits_lets_calls_end_and_holds_new_ones(handle: Engi
     assert (await running).finish_reason is FinishReason.ABORT and not late.done()
     await handle.resume()
     assert (await asyncio.wait_for(late, 5.0)).finish_reason is FinishReason.STOP
+    await handle.stop()
 
 
 async def test_an_engine_out_of_service_refuses_until_it_resumes(handle: EngineHandle) -> None:
@@ -164,7 +165,7 @@ async def test_a_refit_that_is_not_answered_ends_within_its_limit(session: None)
 async def test_a_dead_engine_is_told_at_once(session: None) -> None:
     handle = launched(replace(SPEC, name="doomed", request_timeout_s=100.0))
     await handle.start()
-    calling = asyncio.create_task(handle.generate("x", [1], sampling(1)))
+    calling = asyncio.create_task(handle.generate("x", [1], sampling(3)))
     await asyncio.sleep(0.2)
     handle.kill()
     with pytest.raises(EngineError, match="engine doomed is gone"):

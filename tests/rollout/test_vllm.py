@@ -75,3 +75,11 @@ class TestVllmKeepsCache:
         assert set(held.kv_versions.tolist()) == {0}
         assert set(fresh.kv_versions.tolist()) == {1}
         assert np.abs(fresh.logprobs - bench.logprobs(PROMPT, fresh.token_ids, 1.0)).max() < TOLERANCE
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmTwoWorkers(EngineContract):
+    """Each worker holds a shard of every layer, reads all weights and answers for what it was handed."""
+
+    model = "tiny_dense"
+    options = {"tensor_parallel_size": 2}
