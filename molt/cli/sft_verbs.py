@@ -8,8 +8,9 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from molt import environ
-from molt.cli.programs import program_path, run_program
+from molt.cli.programs import load_program, program_path, run_program
 from molt.cli.report import emit_json, emit_table
+from molt.config import Config
 from molt.machine import check_machine
 from molt.runs import open_run
 from molt.settings import check, config_digest, flatten, resolve
@@ -51,16 +52,24 @@ def sft(
     """
     run = None if resume is None else open_run(resume)
     resolved = resolve(config, flags) if run is None else run.config(flags)
-    check(resolved)
+    # Nothing is generated, so the length of a model call says nothing about the data.
+    check(resolved.model_copy(update={"rollout": resolved.rollout.model_copy(update={"max_new_tokens": 1})}))
     program_path(pipeline)
     if dry_run:
-        values = flatten(resolved)
-        if json:
-            emit_json({"settings": values, "config_digest": config_digest(resolved)})
-        else:
-            emit_table(("setting", "value"), [(key, value) for key, value in values.items() if value is not None])
+        _print_dry_run(resolved, pipeline, as_json=json)
         return None
     check_machine(resolved)
     environ.prepare()
     result = run_program(pipeline, resolved, resume=run)
     return result if isinstance(result, int) else None
+
+
+def _print_dry_run(config: Config, pipeline: str, *, as_json: bool) -> None:
+    """Read the conversations from end to end, and print what would be trained under which settings."""
+    train, held_out, num_steps = load_program(pipeline).load(config)
+    data = {"num_conversations": len(train), "num_held_out": 0 if held_out is None else len(held_out), "num_steps": num_steps}
+    values = flatten(config)
+    if as_json:
+        emit_json({"settings": values, "config_digest": config_digest(config), "data": data | {"digest": train.digest}})
+    else:
+        emit_table(("setting", "value"), [*((key, value) for key, value in values.items() if value is not None), *data.items()])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from molt.admission.order import PromptOrder
+from molt.cli.app import run
 from molt.cli.programs import run_program
 from molt.config import Config
 from molt.data.tiny import make_model, make_warmup
@@ -131,6 +132,19 @@ def test_warm_up_lowers_the_loss_and_is_the_same_twice(world: Path, tmp_path: Pa
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
     assert (tmp_path / "0" / "model.safetensors").read_bytes() == (tmp_path / "1" / "model.safetensors").read_bytes()
     assert (tmp_path / "0" / "tokenizer.json").is_file()
+
+
+def test_dry_run_reads_the_conversations_and_names_what_is_wrong(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--actor.model_name_or_path", str(world / "model"), "--data.max_len", "96", "--run.dir", str(tmp_path / "runs")]
+    assert run(["sft", *flags, "--sft.dataset", str(world / "train.jsonl"), "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["data"] | {"digest": ""} == {"num_conversations": 24, "num_held_out": 0, "num_steps": 3, "digest": ""}
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "1+2"}\n')
+    assert run(["sft", *flags, "--sft.dataset", str(tmp_path / "broken.jsonl"), "--dry-run"]) == 2
+    assert "no key 'messages'" in " ".join(capsys.readouterr().err.split())
+    assert run(["sft", *flags, "--dry-run"]) == 2
+    assert "sft.dataset is missing" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.ray

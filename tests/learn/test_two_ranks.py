@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -15,32 +15,41 @@ from molt.learn.result import RefusalReason, StepResult
 from tests.learn.tiny import make_config, make_plan, make_rank, make_rows
 
 NUM_STEPS = 3
+Outcome = tuple[list[StepResult], dict[str, torch.Tensor]]
 
 
-def _train(rank: int, num_ranks: int, folder: str, model: str, changes: dict[str, Any], broken: bool) -> None:
-    """One process: three steps, then results and weights of rank 0 go to a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{num_ranks}", num_ranks), rank=rank, world_size=num_ranks)
+def train(model: Path, num_ranks: int, *, is_broken: bool = False) -> Outcome:
+    """Three steps in this process group; is_broken: the first row has no log-probs."""
     rows = make_rows(7)
-    if broken:
+    if is_broken:
         rows[0] = replace(rows[0], behaviour_logprobs=np.full_like(rows[0].behaviour_logprobs, np.nan))
-    worker = make_rank(make_config(Path(model), **changes), rows)
+    worker = make_rank(make_config(model), rows)
     results = [worker.train(make_plan(rows, step=step, num_ranks=num_ranks, micro_batch_tokens=24)) for step in range(NUM_STEPS)]
-    weights = worker.policy.full_tensors()
+    return results, worker.policy.full_tensors()
+
+
+def _process(rank: int, folder: str, model: str) -> None:
+    """One of two processes; rank 0 writes what came out."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    found = [train(Path(model), 2, is_broken=is_broken) for is_broken in (False, True)]
     if rank == 0:
-        torch.save((results, weights), f"{folder}/result{num_ranks}")
+        torch.save(found, f"{folder}/found")
     dist.destroy_process_group()
 
 
-def _run(num_ranks: int, folder: Path, model: Path, *, broken: bool = False, **changes: Any) -> tuple[list[StepResult], dict[str, Any]]:
-    mp.spawn(_train, (num_ranks, str(folder), str(model), changes, broken), nprocs=num_ranks)
-    return torch.load(folder / f"result{num_ranks}", weights_only=False)
+@pytest.fixture(scope="module")
+def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    """What two ranks made of sound rows, and of a broken one."""
+    folder = tmp_path_factory.mktemp("two")
+    mp.spawn(_process, (str(folder), str(model)), nprocs=2)
+    return torch.load(folder / "found", weights_only=False)
 
 
-def test_two_ranks_equal_one_rank(model: Path, tmp_path: Path) -> None:
-    one, weights_one = _run(1, tmp_path, model)
-    two, weights_two = _run(2, tmp_path, model)
-    for a, b in zip(one, two, strict=True):
+def test_two_ranks_equal_one_rank(model: Path, two: list[Outcome]) -> None:
+    one, weights_one = train(model, 1)
+    results, weights_two = two[0]
+    for a, b in zip(one, results, strict=True):
         assert a.batch_digest == b.batch_digest  # same ids, masks and advantages, bit for bit
         # The loss is a sum of about 50 float32 terms of size 1e-2 in another order: 1e-6 is a hundred roundings.
         assert abs(a.loss - b.loss) < 1e-6
@@ -54,6 +63,6 @@ def test_two_ranks_equal_one_rank(model: Path, tmp_path: Path) -> None:
     assert float(gaps.max()) <= 2 * NUM_STEPS * 1e-2
 
 
-def test_row_without_lineage_on_one_rank_refuses_the_step_on_both(model: Path, tmp_path: Path) -> None:
-    results, _ = _run(2, tmp_path, model, broken=True)
+def test_row_without_lineage_on_one_rank_refuses_the_step_on_both(two: list[Outcome]) -> None:
+    results, _ = two[1]
     assert all(r.refused is not None and r.refused.reason is RefusalReason.LINEAGE for r in results)
