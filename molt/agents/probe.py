@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from molt.agents.render import ChatRenderer
+from molt.agents.template import ReasoningForm
 from molt.agents.tokenizer import Tokenizer
 from molt.data.messages import Message
 from molt.errors import AgentError, SettingError
@@ -91,7 +92,7 @@ def probe_template(renderer: ChatRenderer) -> TemplateProbe:
     return TemplateProbe(
         first_user_difference=_difference(history, longer),
         first_tool_difference=None if asked is None or resulted is None else _difference(asked, resulted),
-        drops_old_reasoning=bool(with_thought and later and "zzthought" in with_thought and "zzthought" not in later),
+        drops_old_reasoning=renderer.template.reasoning_form is ReasoningForm.CONTENT or not _keeps(with_thought, later),
         header_difference=_difference(prompt, history),
         takes_system=system is not None and "zzsystem" in system,
         takes_tool_results=resulted is not None and "zzresult" in resulted,
@@ -104,6 +105,11 @@ def probe_template(renderer: ChatRenderer) -> TemplateProbe:
         turn_end=renderer.turn_end,
         refusals=refusals,
     )
+
+
+def _keeps(first: str | None, later: str | None) -> bool:
+    """Whether reasoning that was shown at first is still there later."""
+    return first is None or later is None or "zzthought" not in first or "zzthought" in later
 
 
 def _called(user: Message) -> list[Message]:

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from molt.agents.env import AgentRunner, Tool
-from molt.agents.template import ChatTemplate, common_length
+from molt.agents.sentinels import ARGUMENTS, CONTENT, REASONING, Sentinels
+from molt.agents.template import ChatTemplate, ReasoningForm, common_length
 from molt.agents.tokenizer import Tokenizer
 from molt.config import DataSettings
 from molt.data.messages import Message
@@ -133,6 +134,8 @@ class ChatRenderer:
 
     def _reasoning_ids(self, token_ids: np.ndarray, text: str, num_said: int) -> int:
         """Leading ids up to the end of the reasoning and the blank lines after it; 0 without reasoning, or when no id ends there."""
+        if self.template.reasoning_form is ReasoningForm.NONE:
+            return 0
         marker = self.template.reasoning_end
         close = text.rfind(marker)
         is_blank = close < 0 or not any(word.isalnum() for word in re.sub(r"<[^<>]*>", "", text[:close]))
@@ -156,20 +159,22 @@ class ChatRenderer:
         """
         if self.template.shows_result_ids:
             _check_call_ids(messages, turns)
-        shown = _with_sentinels(messages, turns, shows_calls=self.template.shows_calls)
+        sentinels = Sentinels.apart_from(messages)
+        shown = sentinels.stand_ins(messages, {place: turn.reasoning_ids > 0 for place, turn in turns.items()}, self.template)
         text = self.text(shown, add_generation_prompt=add_generation_prompt)
         regions = []
-        for place, turn in turns.items():
-            has_reasoning = turn.reasoning_ids > 0 and _sentinel("R", place) in text
-            start, end = self._region(shown, place, text)
+        for place, turn in sorted(turns.items()):
+            thought = text.find(sentinels.word(REASONING, place))
+            has_reasoning = turn.reasoning_ids > 0 and thought >= 0
+            start, end = self._region(shown, place, text, sentinels)
             if has_reasoning:
-                start = min(start, text.index(_sentinel("R", place)))
+                start = min(start, thought)
             if has_reasoning or turn.reasoning_ids == 0:
                 start = _before_opening(text, start, turn.text, self.template.openings)
             if turn.has_stop:
                 end = self.template.turn_end_at(text, end, self.tokenizer.decode(turn.token_ids[-1:]))
             regions.append((start, end, place, 0 if has_reasoning else turn.reasoning_ids))
-        sources = self._sources(messages, turns, text)
+        sources = self._sources(messages, {place: end for _, end, place, _ in regions}, text)
         gaps, position = [], 0
         for start, end, _, _ in [*regions, (len(text), len(text), -1, 0)]:
             gaps.append(self._piece(text, position, start, sources))
@@ -181,9 +186,9 @@ class ChatRenderer:
             num_dropped=tuple(dropped for _, _, _, dropped in regions),
         )
 
-    def _region(self, shown: Sequence[Message], place: int, text: str) -> tuple[int, int]:
+    def _region(self, shown: Sequence[Message], place: int, text: str, sentinels: Sentinels) -> tuple[int, int]:
         """Where the turn at that place stands in the render: from its first word to before its end-of-turn marker."""
-        words = [_sentinel(kind, place) for kind in "SA" if _sentinel(kind, place) in text]
+        words = [word for word in (sentinels.word(kind, place) for kind in (CONTENT, ARGUMENTS)) if word in text]
         if not words:
             raise AgentError(f"the chat template loses the assistant turn at messages[{place}]; use another template")
         start = min(text.index(word) for word in words)
@@ -197,7 +202,7 @@ class ChatRenderer:
         closing = after[: marker[0].start()] if marker else after
         if not text.startswith(closing, end):
             raise AgentError(f"the chat template rewrites the end of the tool call at messages[{place}]; give results as user messages")
-        if words[0] != _sentinel("S", place):
+        if words[0] != sentinels.word(CONTENT, place):
             opening = self.text(shown[:place], add_generation_prompt=True)
             first = alone.index(words[0])
             lead = alone[common_length(opening, alone) : first]
@@ -214,12 +219,13 @@ class ChatRenderer:
                 return len(rest)
         raise AgentError(f"the chat template rewrites the start of the call at messages[{place}]; give results as user messages")
 
-    def _sources(self, messages: Sequence[Message], turns: Mapping[int, SampledTurn], text: str) -> list[tuple[int, int, TokenSource]]:
-        """Character ranges of message contents, in order, with who wrote them."""
-        first_turn = min(turns, default=len(messages))
+    def _sources(self, messages: Sequence[Message], turn_ends: Mapping[int, int], text: str) -> list[tuple[int, int, TokenSource]]:
+        """Character ranges of message contents, in order, with who wrote them. turn_ends: where sampled turns end in the render."""
+        first_turn = min(turn_ends, default=len(messages))
         ranges, position = [], 0
         for place, message in enumerate(messages):
-            if place in turns:
+            if place in turn_ends:
+                position = max(position, turn_ends[place])
                 continue
             content = str(message.get("content") or "").strip()
             start = text.find(content, position) if content else -1
@@ -256,37 +262,6 @@ class ChatRenderer:
         return token_ids[num_anchor:], places[num_anchor:] - len(anchor) + start
 
 
-def _with_sentinels(messages: Sequence[Message], turns: Mapping[int, SampledTurn], *, shows_calls: bool) -> list[Message]:
-    """The messages with a word of our own in place of each sampled turn, and one dummy call for each tool result after it."""
-    shown: list[Message] = []
-    for place, message in enumerate(messages):
-        if place not in turns:
-            shown.append(dict(message))
-            continue
-        stand_in: Message = {"role": "assistant", "content": _sentinel("S", place)}
-        if turns[place].reasoning_ids:
-            stand_in |= {"reasoning_content": _sentinel("R", place), "thinking": _sentinel("R", place)}
-        results = []
-        for later in messages[place + 1 :]:
-            if later["role"] != "tool":
-                break
-            results.append(later)
-        if results and shows_calls:
-            # Some templates move what is said beside a call behind its result, so a call stands in alone.
-            stand_in["content"] = ""
-        if results:
-            stand_in["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": result.get("tool_call_id", f"call{number:05d}"),
-                    "function": {"name": result.get("name", "tool"), "arguments": {"value": _sentinel("A", place)}},
-                }
-                for number, result in enumerate(results)
-            ]
-        shown.append(stand_in)
-    return shown
-
-
 def _check_call_ids(messages: Sequence[Message], turns: Mapping[int, SampledTurn]) -> None:
     """Refuse a result without the id that the model gave its call, where that id is part of the prompt."""
     last = None
@@ -297,11 +272,6 @@ def _check_call_ids(messages: Sequence[Message], turns: Mapping[int, SampledTurn
                 f"messages[{place}] answers call {message.get('tool_call_id')!r}, which the model did not write, and this chat template "
                 "shows ids of calls; give the id that stands in the model's text: Observation.tool(result, call_ids=[...])"
             )
-
-
-def _sentinel(kind: str, place: int) -> str:
-    """A word that no template changes and no text holds by chance: S content, R reasoning, A arguments of a call."""
-    return f"zq{kind}moltturn{place}qz"
 
 
 def _source(role: str, *, is_first: bool) -> TokenSource:

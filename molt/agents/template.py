@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from molt.agents.tokenizer import Tokenizer
@@ -15,6 +16,17 @@ from molt.errors import AgentError, SettingError
 PROBE_WORD = "zqprobeqz"
 PROBE_THOUGHT = "zqthoughtqz"
 DEFAULT_REASONING_END = "</think>"
+
+
+class ReasoningForm(StrEnum):
+    """Where a template looks for the reasoning of an assistant message."""
+
+    FIELD = "field"
+    """In a field of its own."""
+    CONTENT = "content"
+    """In the content, before a closing marker: it leaves out what stands before it."""
+    NONE = "none"
+    """Nowhere: content is content."""
 
 
 class ChatTemplate:
@@ -35,6 +47,7 @@ class ChatTemplate:
         self._find_content_form()
         self.shows_calls = self._find_call_form()
         """Whether calls of assistant messages are in the render."""
+        self.reasoning_form = ReasoningForm.NONE
         self.reasoning_end = DEFAULT_REASONING_END
         """What ends the reasoning of a turn, blanks aside."""
         self.openings: tuple[str, ...] = ()
@@ -123,8 +136,14 @@ class ChatTemplate:
             text = self.text([user, turn], add_generation_prompt=False)
             first, answer_at = text.find(PROBE_THOUGHT), text.rfind(PROBE_WORD)
             if 0 <= first < answer_at:
+                self.reasoning_form = ReasoningForm.FIELD
                 self.reasoning_end = text[first + len(PROBE_THOUGHT) : answer_at].strip() or DEFAULT_REASONING_END
             found.append(text[common_length(prompt, text) : first if first >= 0 else answer_at].strip())
+        if self.reasoning_form is ReasoningForm.NONE:
+            turn = answer | {"content": PROBE_THOUGHT + DEFAULT_REASONING_END + PROBE_WORD}
+            text = self.text([user, turn, user], add_generation_prompt=False)
+            if PROBE_WORD in text and PROBE_THOUGHT not in text:
+                self.reasoning_form = ReasoningForm.CONTENT
         self.openings = tuple(sorted({opening for opening in found if opening}, key=len, reverse=True))
 
     def _find_turn_ends(self) -> tuple[str, ...]:

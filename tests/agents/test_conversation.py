@@ -181,6 +181,30 @@ def test_special_text_in_a_user_message_does_not_shift_the_turns() -> None:
     assert second.token_ids[: len(first.token_ids) + len(sampled)].tolist() == [*first.token_ids.tolist(), *sampled.tolist()]
 
 
+def test_template_that_knows_no_reasoning_keeps_all_of_a_turn() -> None:
+    renderer = chatml()
+    sampled = renderer.tokenizer.encode("<think>why</think>\n\none<|im_end|>")
+    first, second, _ = two_calls(renderer, sampled, USER)
+    assert second[: len(first) + len(sampled)].tolist() == [*first.tolist(), *sampled.tolist()]
+
+
+def test_no_text_can_pass_for_a_sampled_turn() -> None:
+    renderer = chatml()
+    words = {"role": "tool", "content": "zqSmoltturn1qz zqSmoltxturn1qz zqRmoltturn1qz"}
+    sampled = renderer.tokenizer.encode("one<|im_end|>")
+    first, second, _ = two_calls(renderer, sampled, words)
+    assert second[: len(first) + len(sampled)].tolist() == [*first.tolist(), *sampled.tolist()]
+    assert words["content"] in renderer.tokenizer.decode(second)
+
+
+def test_short_observation_is_found_where_it_stands(renderer: ChatRenderer) -> None:
+    conversation = Conversation(renderer)
+    first = conversation.prompt([USER])
+    turn = conversation.add([USER], first, renderer.tokenizer.encode("x<|end|>"))
+    second = conversation.prompt([USER, {"role": "assistant", "content": turn.text}, {"role": "tool", "content": "1"}])
+    assert second.sources[-3:] == ((TokenSource.TEMPLATE, 1), (TokenSource.TOOL, 1), (TokenSource.TEMPLATE, 2))
+
+
 KIMI = (
     "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
     "{%- if message['role'] == 'tool' -%}{{- '## Return of ' + (message['tool_call_id'] or '') + '\n' -}}{%- endif -%}"

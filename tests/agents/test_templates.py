@@ -11,6 +11,7 @@ from molt.agents.conversation import Conversation
 from molt.agents.env import Tool
 from molt.agents.probe import check_template, probe_template
 from molt.agents.render import ChatRenderer
+from molt.agents.template import ReasoningForm
 from molt.errors import AgentError, SettingError
 from tests.agents.tokenizers_for_tests import byte_tokenizer
 
@@ -29,6 +30,7 @@ NO_RESULTS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi
 NO_CALLS = {*NO_RESULTS, "deepseek_r1_distill", "idefics3", "lfm2", "llama3", "qwen2_5_vl", "smolvlm"}
 # Measured: these leave reasoning of earlier turns out once a user turn follows.
 DROP_REASONING = {
+    *("deepseek_r1_distill", "deepseekv3", "deepseekv3_training"),
     *("diffusion_gemma", "diffusion_gemma_training", "gemma4_v5", "glm4moe", "glm4moe_training", "gptoss", "gptoss_training"),
     *("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl", "nemotron_3_5_lightning", "nemotron_3_5_lightning_training"),
     *("nemotron_3_nano", "nemotron_3_nano_training", "nemotron_3_super", "nemotron_3_super_training"),
@@ -86,6 +88,17 @@ def calls_of(*numbers: int) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
+def thoughtful(renderer: ChatRenderer) -> tuple[np.ndarray, str]:
+    """Ids of a turn with reasoning as the model writes it, and the template's own render of a later prompt."""
+    if renderer.template.reasoning_form is ReasoningForm.CONTENT:
+        answer = {"role": "assistant", "content": "zzanswer"}
+        whole = renderer.text([USER, answer, AGAIN], add_generation_prompt=True)
+        return renderer.tokenizer.encode(f"zzthought\n</think>\n\nzzanswer{renderer.turn_end}"), whole
+    turn = {"role": "assistant", "content": "zzanswer", "reasoning_content": "zzthought", "thinking": "zzthought"}
+    sampled, _, whole = native(renderer, turn, [AGAIN])
+    return sampled, whole
+
+
 def call_with(arguments: object) -> dict:
     return {
         "role": "assistant",
@@ -139,8 +152,7 @@ def test_template_that_loses_tool_results_is_an_error_and_still_chats(name: str)
 @pytest.mark.parametrize("name", sorted(DROP_REASONING))
 def test_dropped_reasoning_opens_a_new_segment_with_real_ids(name: str) -> None:
     renderer = make_renderer(name)
-    thought = {"role": "assistant", "content": "zzanswer", "reasoning_content": "zzthought", "thinking": "zzthought"}
-    sampled, _, whole = native(renderer, thought, [AGAIN])
+    sampled, whole = thoughtful(renderer)
     history, prompt, opened_by = take_turn(renderer, sampled, [AGAIN])
     text = renderer.tokenizer.decode(prompt)
     assert not np.array_equal(prompt[: len(history)], history)
@@ -153,8 +165,7 @@ def test_dropped_reasoning_opens_a_new_segment_with_real_ids(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(DROP_REASONING))
 def test_kept_history_continues_even_where_the_template_drops_reasoning(name: str) -> None:
     renderer = make_renderer(name)
-    thought = {"role": "assistant", "content": "zzanswer", "reasoning_content": "zzthought", "thinking": "zzthought"}
-    sampled, _, _ = native(renderer, thought, [AGAIN])
+    sampled, _ = thoughtful(renderer)
     conversation = Conversation(renderer, keep_history=True)
     first = conversation.prompt([USER])
     turn = conversation.add([USER], first, sampled)
