@@ -57,7 +57,9 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--name", default="learns")
-    made.add_argument("--task", default="chain_sum", choices=["chain_sum", "sums"])
+    made.add_argument("--task", default="cs_d1", help="sums, or the name of a file of prompts in the kit")
+    made.add_argument("--agent", type=Path, default=None, help="another agent than sum_agent.py")
+    made.add_argument("--temperature", type=float, default=1.0)
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
     made.add_argument("--lags", type=int, nargs="+", default=[1])
     made.add_argument("--runs", nargs="+", default=[], metavar="SEED:LAG[:d]", help="runs one by one; d is decoupled correction")
@@ -112,7 +114,7 @@ def settings(arguments: argparse.Namespace, world: World, variant: Variant) -> d
         "actor.learning_rate": arguments.learning_rate,
         "data.prompt_dataset": world.prompts,
         "data.max_len": world.max_len,
-        "train.agent_path": world.agent,
+        "train.agent_path": arguments.agent or world.agent,
         "train.num_steps": 3 if small else arguments.steps,
         "train.batch_size": groups * members,
         "train.micro_batch_tokens": 512 if small else 32768,
@@ -121,6 +123,7 @@ def settings(arguments: argparse.Namespace, world: World, variant: Variant) -> d
         "rollout.batch_size": groups,
         "rollout.n_samples_per_prompt": members,
         "rollout.max_new_tokens": min(world.max_new_tokens, arguments.max_new_tokens),
+        "rollout.temperature": arguments.temperature,
         "rollout.max_concurrency": 16 if small else 1024,
         "algo.advantage.estimator": "grpo",
         "algo.advantage.is_correction_level": variant.level,

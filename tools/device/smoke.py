@@ -140,6 +140,7 @@ class Smoke:
 
     async def engine(self, facts: dict[str, Any]) -> None:
         """Start through the actor; log-probs, refits by file in the middle of calls, versions, times."""
+        from tools.device.baseline import baselines
         from tools.device.contract import Bench
 
         long = {} if self.is_rehearsal else {"data.max_len": 2048}
@@ -147,6 +148,11 @@ class Smoke:
         try:
             await bench.start(facts)
             await bench.logprobs(facts)
+            tasks = sorted((Path.home() / "kit").glob("*.jsonl"))
+            facts["baselines"] = {} if self.is_rehearsal else await baselines(bench.engine, bench.tokenizer, tasks)
+            for name, found in facts["baselines"].items():
+                print(f"  {name:28} {found['reward']:.3f}  {found['length']:5.1f} tokens  {found['shown'][:2]}", flush=True)
+            self.parts.save()
             await bench.refits(facts, num_refits=3)
         finally:
             await bench.stop()

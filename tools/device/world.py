@@ -27,7 +27,7 @@ class World:
 
 
 def make_world(work: Path, *, is_rehearsal: bool, task: str = "sums") -> World:
-    """Make what is not there yet. task: sums, or chain_sum of reasoning-gym where its prompts came along."""
+    """Make what is not there yet. task: sums, or the name of a file of prompts that came with the kit."""
     agent = ROOT / "tools" / "device" / "sum_agent.py"
     prompts = work / "prompts.jsonl"
     if is_rehearsal:
@@ -37,17 +37,16 @@ def make_world(work: Path, *, is_rehearsal: bool, task: str = "sums") -> World:
             make_model(work / "tiny")
         make_sums(prompts, text="{a}+{b}", num_prompts=256)
         return World(model=work / "tiny", prompts=prompts, agent=agent, max_len=64, max_new_tokens=8)
-    if task == "chain_sum" and (found := find_prompts("chain_sum")) is not None:
-        agent = ROOT / "examples" / "reasoning_gym_agent.py"
-        return World(model=make_smollm2(work), prompts=found, agent=agent, max_len=256, max_new_tokens=48)
+    if task != "sums":
+        return World(model=make_smollm2(work), prompts=find_prompts(task), agent=agent, max_len=256, max_new_tokens=48)
     make_sums(prompts, text="What is {a} + {b}? Answer with the number only.", num_prompts=4096)
     return World(model=make_smollm2(work), prompts=prompts, agent=agent, max_len=256, max_new_tokens=48)
 
 
-def find_prompts(task: str) -> Path | None:
+def find_prompts(task: str) -> Path:
     """Prompts of a reasoning-gym task, made by tools/make_prompts.py elsewhere."""
     places = [folder / f"{task}.jsonl" for folder in (Path.home() / "kit", *sorted(PIECES.glob("*")))]
-    return next((place for place in places if place.is_file()), None)
+    return next(place for place in (*places, Path(task)) if place.is_file())
 
 
 def make_smollm2(work: Path) -> Path:
