@@ -115,3 +115,17 @@ def test_teacher_must_be_named_and_share_the_vocabulary(model: Path, tmp_path: P
         frozen_path(config, str(model))
     with pytest.raises(SettingError, match="vocabulary has 97 entries"):
         FrozenModel(str(model), config, init_device_mesh("cpu", (1,)), num_entries=98)
+
+
+def test_divergence_as_reward_enters_the_advantages_once_the_policy_has_moved(model: Path) -> None:
+    rows, digests = make_rows(6), []
+    for coefficient in (0.0, 0.5):
+        kl = {"coef": coefficient, "estimator": "k1", "use": "reward"} if coefficient else {}
+        config = make_config(model, algo={"advantage": {"estimator": "reinforce", "whiten": False}, "kl": kl})
+        rank = with_beside(make_rank(config, rows), config)
+        results = [rank.train(make_plan(rows, step=step)) for step in range(2)]
+        assert all(r.refused is None for r in results)
+        digests.append([r.batch_digest for r in results])
+    # the policy begins as its reference: at step 0 the divergence is exactly 0, and -0.5 * 0 changes no advantage
+    assert digests[0][0] == digests[1][0]
+    assert digests[0][1] != digests[1][1]

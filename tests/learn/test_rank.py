@@ -100,3 +100,13 @@ def test_offloaded_optimizer_gives_the_same_weights(model: Path) -> None:
         digests.append([rank.train(make_plan(rows, step=step)).weights_digest for step in range(3)])
     assert digests[0] == digests[1]
     assert rank.policy.is_optimizer_offloaded
+
+
+def test_second_pass_over_a_batch_is_held_to_the_log_probs_of_its_start(model: Path) -> None:
+    rows = make_rows(6)
+    once, twice = make_rank(make_config(model), rows), make_rank(make_config(model, train={"epochs_per_batch": 2}), rows)
+    a, b = once.train(make_plan(rows)), twice.train(make_plan(rows))
+    assert (once.policy.num_updates, twice.policy.num_updates) == (1, 2)
+    assert a.loss_digest == b.loss_digest  # what is recorded is the first pass
+    assert all(torch.equal(x, y) for x, y in zip(*(r.journal.written[-1].columns.logprobs for r in (once, twice)), strict=True))
+    assert a.weights_digest != b.weights_digest
