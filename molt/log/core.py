@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import orjson
 import pyarrow as pa
 from lance.fragment import FragmentMetadata
@@ -248,7 +249,7 @@ class LogCore:
 
     def _encode(self, name: str, batches: Sequence[Rows], lsn: int) -> list[FragmentMetadata]:
         table = pa.Table.from_batches([batch for batch in batches if isinstance(batch, pa.RecordBatch)])
-        order = pa.array(range(lsn + 1, lsn + 1 + len(table)), pa.int64())
+        order = pa.array(np.arange(lsn + 1, lsn + 1 + len(table), dtype=np.int64))
         schema = arrow_schema(name)
         columns = [order if field.name == "lsn" else table[field.name] for field in schema]
         return self.tables[name].write(pa.Table.from_arrays(columns, schema=schema), max_bytes=self.store.upkeep.target_bytes)

@@ -10,7 +10,7 @@ group 7 over three tables           newest stamp of each table        after a cr
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import lance
@@ -47,7 +47,7 @@ class Stamp:
 
     def to_properties(self) -> dict[str, str]:
         """The stamp as transaction properties."""
-        text = orjson.dumps({name: value for name, value in asdict(self).items() if value is not None})
+        text = orjson.dumps(self)
         return {KEY: text.decode(), CHECK: bytes_digest(text).hex()}
 
     @classmethod

@@ -73,8 +73,16 @@ def storable(table: str, rows: pa.Table, schema: pa.Schema) -> pa.Table:
     """The rows as the Lance schema wants them."""
     if table == "payloads":
         place = rows.schema.get_field_index("data")
-        rows = rows.set_column(place, schema.field("data"), lance.blob_array(rows["data"].to_pylist()))
+        blobs = pa.chunked_array([_as_blobs(chunk, schema.field("data").type) for chunk in rows["data"].chunks], schema.field("data").type)
+        rows = rows.set_column(place, schema.field("data"), blobs)
     return pa.Table.from_arrays(rows.columns, schema=schema)
+
+
+def _as_blobs(data: pa.Array, kind: pa.ExtensionType) -> pa.ExtensionArray:
+    """Inline blobs around the bytes as they lie, without a copy."""
+    storage = kind.storage_type
+    children = [data.cast(pa.large_binary()), *(pa.nulls(len(data), storage[place].type) for place in range(1, storage.num_fields))]
+    return pa.ExtensionArray.from_storage(kind, pa.StructArray.from_arrays(children, fields=list(storage)))
 
 
 class LogTable:
