@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, parts: Parts, held: dict[str, Any], facts
         "actor.implementation": arguments.implementation,
         "actor.learning_rate": 1e-6,
         "data.prompt_dataset": held["world"].prompts,
-        "data.max_len": 64 if small else 256,
+        "data.max_len": 160 if small else 384,
         "train.agent_path": held["world"].agent,
         "train.num_steps": 2 if small else arguments.steps,
         "train.batch_size": 8 if small else 64,

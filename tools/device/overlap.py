@@ -64,7 +64,7 @@ class Overlap:
             "actor.implementation": "hf",
             "actor.learning_rate": 1e-6,
             "data.prompt_dataset": world.prompts,
-            "data.max_len": 64 if small else 512,
+            "data.max_len": 160 if small else 512,
             "train.agent_path": world.agent,
             "train.num_steps": 5 if small else 16,
             "train.batch_size": 8 if small else 256,

@@ -36,7 +36,7 @@ def make_world(work: Path, *, is_rehearsal: bool, task: str = "sums") -> World:
         if not (work / "tiny" / "config.json").is_file():
             make_model(work / "tiny")
         make_sums(prompts, text="{a}+{b}", num_prompts=256)
-        return World(model=work / "tiny", prompts=prompts, agent=agent, max_len=64, max_new_tokens=8)
+        return World(model=work / "tiny", prompts=prompts, agent=agent, max_len=160, max_new_tokens=8)
     if task != "sums":
         return World(model=make_smollm2(work), prompts=find_prompts(task), agent=agent, max_len=256, max_new_tokens=48)
     make_sums(prompts, text="What is {a} + {b}? Answer with the number only.", num_prompts=4096)
