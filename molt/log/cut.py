@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
 from molt.log.batch import HEAVY, SegmentBatch, batch_of, from_rows, one_batch, verify_rows
+from molt.log.blobs import read_blobs
 from molt.log.checked import damage_named, is_gone
 from molt.log.descriptor import FORMAT
 from molt.log.holds import hold
@@ -139,10 +140,8 @@ class Cut:
             dataset = self._datasets["payloads"]
             columns = ["payload_digest", "kind", "shape", "dtype", "size_bytes"]
             rows = dataset.scanner(columns=columns, filter=self._bounded("payloads", where), with_row_id=True).to_table()
-            blobs = dataset.take_blobs("data", ids=rows["_rowid"].to_pylist(), buffer_size=0) if len(rows) else []
             found = {}
-            for row, blob in zip(rows.to_pylist(), blobs, strict=True):
-                data = b"" if blob is None else blob.readall()
+            for row, data in zip(rows.to_pylist(), read_blobs(dataset, rows["_rowid"].to_pylist()), strict=True):
                 if row["size_bytes"] and not data:
                     raise LogError(f"payload_digest={row['payload_digest']}: its content was taken out of the log (rows_emptied)")
                 found[row["payload_digest"]] = Payload(kind=row["kind"], data=data, shape=tuple(row["shape"]), dtype=row["dtype"])

@@ -1,6 +1,6 @@
 """The log against plain Lance, Parquet, Arrow IPC and numpy.memmap, as ratios in one run.
 
-Run: python -m tools.bench.log            all parts, evidence in docs/evidence/log-bench.json
+Run: python -m tools.bench.log            all parts, evidence in docs/evidence/log-bench-<part>.json
      python -m tools.bench.log --parts append,take
 """
 
@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from molt.log.blobs import read_blobs
 from molt.log.core import LogCore, open_core
-from molt.log.home import LocalHome
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.rows import Payload, to_arrow
@@ -316,7 +316,7 @@ def bench_blobs(folder: Path) -> tuple[Figures, dict[str, bool]]:
     ids = list(range(rounds * count))
     read = _times(
         {
-            "molt": lambda: [blob.readall() for blob in dataset.take_blobs("data", ids=ids, buffer_size=0)],
+            "molt": lambda: read_blobs(dataset, ids),
             "raw": lambda: [path.read_bytes() for path in sorted(raw.iterdir())],
         },
         4,
@@ -374,21 +374,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS))
     chosen = parser.parse_args().parts.split(",")
-    figures: Figures = {}
-    claims: dict[str, bool] = {}
     folder = Path(tempfile.mkdtemp())
     try:
         for name in chosen:
-            figures[name], shown = PARTS[name](folder)
-            claims |= shown
-            print(name, figures[name], shown, flush=True)
-        run_dir = next((path for path in folder.glob("rows*")), folder / "process")
-        if isinstance(LogReader.open(run_dir).home, LocalHome):
-            figures["log digest"] = root_at(LogReader.open(run_dir).cut())
+            figures, claims = PARTS[name](folder)
+            print(name, figures, claims, flush=True)
+            run_dir = max((path.parent for path in folder.glob("*/log")), key=lambda path: path.stat().st_mtime)
+            print(keep(f"log-bench-{name}", {**figures, "log digest": root_at(LogReader.open(run_dir).cut())}, claims=claims))
     finally:
         shutil.rmtree(folder)
-    name = "log-bench" if len(chosen) == len(PARTS) else "log-bench-" + "-".join(chosen)
-    print(keep(name, figures, claims=claims))
 
 
 if __name__ == "__main__":
