@@ -10,6 +10,9 @@ import torch
 CHUNK_FLOATS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Largest (chunk, V) float32 block: 32 MiB on the CPU; 512 MiB on a GPU, where small blocks are launches and little else."""
 
+KEPT_FLOATS = {"cpu": 1 << 25, "cuda": 1 << 28}
+"""Most log-probs of the vocabulary that wait for the backward pass instead of being made again: 128 MiB and 1 GiB."""
+
 
 def chunk_size(vocab_size: int, device_type: str = "cpu") -> int:
     """Tokens per chunk."""
@@ -17,20 +20,23 @@ def chunk_size(vocab_size: int, device_type: str = "cpu") -> int:
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """hidden_ND, weight_VD -> log-prob and entropy of each target; logits are made again in the backward pass."""
+    """hidden_ND, weight_VD -> log-prob and entropy of each target. Few log-probs are kept for the backward pass, many made again."""
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy):  # type: ignore[no-untyped-def]
         logprobs_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
         entropy_N = torch.zeros_like(logprobs_N)
+        kept: list[torch.Tensor] | None = [] if len(target_N) * weight_VD.shape[0] <= KEPT_FLOATS[weight_VD.device.type] else None
         for span in _spans(len(target_N), weight_VD):
-            logits = _logits(hidden_ND[span], weight_VD, bias_V, temperature_N[span])  # (c, V)
-            logp = torch.log_softmax(logits, dim=-1)
+            logp = _all_logprobs(hidden_ND[span], weight_VD, bias_V, temperature_N[span])  # (c, V)
+            if kept is not None:
+                kept.append(logp)
             logprobs_N[span] = logp.gather(1, target_N[span, None])[:, 0]
             if wants_entropy:
                 entropy_N[span] = -(logp.exp() * logp).sum(-1)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N)
-        ctx.wants_entropy = wants_entropy
+        ctx.kept = kept
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward pass
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -39,21 +45,26 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and ctx.needs_input_grad[2] else None
-        for span in _spans(len(target_N), weight_VD):
-            logits = _logits(hidden_ND[span], weight_VD, bias_V, temperature_N[span])
-            logp = torch.log_softmax(logits, dim=-1)
+        for number, span in enumerate(_spans(len(target_N), weight_VD)):
+            if ctx.kept is not None:
+                logp = ctx.kept[number]
+            else:
+                logp = _all_logprobs(hidden_ND[span], weight_VD, bias_V, temperature_N[span])
             p = logp.exp()
-            grad = -p * grad_logp_N[span, None]  # d logp_target / d logits = onehot - p
-            grad.scatter_add_(1, target_N[span, None], grad_logp_N[span, None])
-            if ctx.wants_entropy:  # d H / d logits = -p (logp + H)
+            grad = torch.zeros_like(p)
+            if grad_logp_N is not None:  # d logp_target / d logits = onehot - p
+                torch.mul(p, -grad_logp_N[span, None], out=grad)
+                grad.scatter_add_(1, target_N[span, None], grad_logp_N[span, None])
+            if grad_entropy_N is not None:  # d H / d logits = -p (logp + H)
                 grad -= grad_entropy_N[span, None] * p * (logp + entropy_N[span, None])
-            grad = (grad / temperature_N[span, None]).to(hidden_ND.dtype)
+            grad = grad.div_(temperature_N[span, None]).to(hidden_ND.dtype)
             if grad_hidden is not None:
                 grad_hidden[span] = grad @ weight_VD
             if grad_weight is not None:
                 grad_weight += (grad.t() @ hidden_ND[span]).float()
             if grad_bias is not None:
                 grad_bias += grad.float().sum(0)
+        ctx.kept = None
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight_VD.dtype),
@@ -82,6 +93,13 @@ def logits_logprobs(logits_NV: torch.Tensor, target_N: torch.Tensor, temperature
     logp_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
     # FSDP hangs its backward hook on what a forward returns, which must not be a view.
     return logp_NV.gather(1, target_N[:, None]).sum(1), -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def _all_logprobs(
+    hidden_cD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, temperature_c: torch.Tensor
+) -> torch.Tensor:
+    """(c, V) float32: log-probs of the whole vocabulary."""
+    return torch.log_softmax(_logits(hidden_cD, weight_VD, bias_V, temperature_c), dim=-1)
 
 
 def _logits(hidden_cD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, temperature_c: torch.Tensor) -> torch.Tensor:

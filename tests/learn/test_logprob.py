@@ -41,8 +41,10 @@ def test_bfloat16_logits_are_upcast_before_the_temperature(wants_entropy: bool, 
     assert logp.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("num_kept", [0, 1 << 20])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_values_and_gradients_equal_plain_autograd(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_equal_plain_autograd(has_bias: bool, num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprob.KEPT_FLOATS, "cpu", num_kept)
     monkeypatch.setitem(logprob.CHUNK_FLOATS, "cpu", 22)  # two tokens of a vocabulary of 11
     hidden, weight, target, temperature = parts()
     bias = torch.randn(11) if has_bias else None
@@ -82,3 +84,15 @@ def test_no_tokens_give_no_values_and_no_gradient() -> None:
     logp, entropy = head_logprobs(hidden, torch.zeros(11, 5), None, torch.zeros(0, dtype=torch.long), torch.zeros(0), wants_entropy=True)
     (logp.sum() + entropy.sum()).backward()
     assert len(logp) == 0 and hidden.grad is not None and hidden.grad.shape == (0, 5)
+
+
+def test_log_probs_that_are_kept_and_those_made_again_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, target, temperature = parts()
+    found = []
+    for num_kept in (0, 1 << 20):
+        monkeypatch.setitem(logprob.KEPT_FLOATS, "cpu", num_kept)
+        w = weight.clone().requires_grad_()
+        logp, entropy = head_logprobs(hidden, w, None, target, temperature, wants_entropy=True)
+        (logp.sum() - 0.5 * entropy.sum()).backward()
+        found.append(w.grad)
+    assert torch.equal(*found)
