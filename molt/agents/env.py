@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from molt.agents.toolcalls import ToolCall, parse_tool_calls
 from molt.data.messages import ROLES, TURN_KEY, Message
 from molt.data.prompts import Prompt
 from molt.errors import AgentError
@@ -59,16 +60,6 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """One call that the model wrote."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    call_id: str | None = None
-    """The id that the model wrote, in formats that have one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """Messages that come next in the chat: role user, tool or (first only) system. Never role assistant."""
 
@@ -104,6 +95,11 @@ class Action:
     finish_reason: FinishReason
     turn: int
     """Model calls before this one."""
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls in the text, bad ones with what is wrong with them (the form of Hermes and Qwen models)."""
+        return parse_tool_calls(self.text)
 
     @property
     def message(self) -> Message:
