@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
@@ -34,6 +33,8 @@ class TokenScorer(nn.Module):
         super().__init__()
         self.lm = lm
         self.attention_name = attention_name
+        # By name, so that a driver which only knows of ranks does not import transformers.
+        self.takes_cache = any(base.__name__ == "PreTrainedModel" for base in type(lm).__mro__)
         self.routes: Routes | None = None
         """Routing replay, where it is on."""
         head = lm.get_output_embeddings()
@@ -64,7 +65,7 @@ class TokenScorer(nn.Module):
         if (bounds := getattr(self.lm, "row_bounds", None)) is not None:
             bounds.row_lengths = packed.row_lengths
         inputs: dict[str, Any] = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
-        if isinstance(self.lm, PreTrainedModel):
+        if self.takes_cache:
             inputs["use_cache"] = False
         return inputs | self._attention_inputs(packed)
 
