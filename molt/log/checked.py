@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from molt.errors import CorruptLogError
+from molt.errors import CorruptLogError, MoltError
 from molt.log.digest import bytes_digest
 
 CHECK = "check"
@@ -64,15 +64,18 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def damage_named(where: str) -> Iterator[None]:
-    """Turn what Lance raises on unreadable bytes into CorruptLogError with the place and the way out."""
+def damage_named(where: str, *, may_be_gone: bool = True) -> Iterator[None]:
+    """Turn what Lance raises on unreadable bytes into CorruptLogError with the place and the way out.
+
+    A file that is not there is left as it is for a second try from a newer version; with may_be_gone=False it is damage too.
+    """
     try:
         yield
-    except CorruptLogError:
+    except MoltError:
         raise
     except BaseException as error:
-        if not isinstance(error, OSError | ValueError) and not is_panic(error):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
-        if is_gone(error):
+        if may_be_gone and is_gone(error):
             raise
         raise CorruptLogError(f"{where} cannot be read: {type(error).__name__}: {reason_of(error)}; run molt verify") from error

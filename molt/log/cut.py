@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from molt.errors import CorruptLogError, LogError
 from molt.log.batch import HEAVY, SegmentBatch, batch_of, from_rows, one_batch, verify_rows
 from molt.log.blobs import read_blobs
-from molt.log.checked import damage_named, is_gone
+from molt.log.checked import damage_named, is_gone, reason_of
 from molt.log.descriptor import FORMAT
 from molt.log.holds import hold
 from molt.log.home import Home
@@ -171,10 +171,12 @@ class Cut:
             with damage_named(where):
                 return read()
         except (OSError, ValueError) as error:
-            if self._reopen is None or not is_gone(error):
+            if isinstance(error, CorruptLogError) or not is_gone(error):
                 raise
+            if self._reopen is None:
+                raise CorruptLogError(f"{where}: a file of a pinned version is gone; {reason_of(error)}; run molt verify") from error
             self._datasets[name], self._newest_lsn[name] = self._reopen(name)
-        with damage_named(where):
+        with damage_named(where, may_be_gone=False):
             return read()
 
     def connect(self) -> duckdb.DuckDBPyConnection:

@@ -111,7 +111,7 @@ def _examine_manifests(home: Home, table: str, repair: Repair, *, is_repairing: 
             check_version(home, table, version)
             break
         except BaseException as error:
-            if not isinstance(error, ValueError | OSError) and not is_panic(error):
+            if not isinstance(error, ValueError | OSError | RuntimeError) and not is_panic(error):
                 raise
             what = f"the manifest of version {version} does not open: {reason_of(error)}"
             repair.found.append(Finding(table=table, file=manifest_name(table, version), lsn_first=None, lsn_last=None, what=what))

@@ -103,7 +103,7 @@ def verify_pin(run_dir: str | Path, name: str, *, is_reading_rows: bool = True) 
     pin = read_pin(reader.home, name)
     try:
         cut = pinned_cut(reader, name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         return [f"pin={name}: its versions {pin.versions} cannot be opened: {error}"]
     wrong = []
     for table, expected in pin.next_row.items():

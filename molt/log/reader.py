@@ -102,7 +102,8 @@ class LogReader:
                 if not is_gone(error) or isinstance(error, CorruptLogError):
                     raise
                 self._datasets.clear()
-        return read()
+        with damage_named(f"log={self.home.where}", may_be_gone=False):
+            return read()
 
     def _reopened(self, table: str) -> tuple[lance.LanceDataset, int]:
         """Newest version of a table and its last lsn."""

@@ -11,6 +11,7 @@ A version goes when it is neither among the newest, nor pinned, nor read by a li
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from collections import deque
@@ -29,6 +30,8 @@ from molt.log.holds import held_versions
 from molt.log.table import Fence, LogTable
 
 _MANY = 1 << 40
+_TRIM_GROUPS = 256
+"""Groups between two returns of freed memory to the system."""
 _TINY_ROWS = 32
 """Rows under which a fragment is encoded anew, not copied: each copied page keeps its own overhead."""
 _BATCH_BYTES = 16 << 20
@@ -82,6 +85,10 @@ class Sizes:
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], int] = {}
 
+    def forget(self, table: str, live: set[int]) -> None:
+        """Drop fragments that were merged away."""
+        self._known = {key: size for key, size in self._known.items() if key[0] != table or key[1] in live}
+
     def of(self, table: LogTable, fragment: lance.LanceFragment) -> int:
         """Bytes of a fragment; Lance does not count blobs, and forgets the size of what it merged."""
         key = table.name, fragment.fragment_id
@@ -96,6 +103,13 @@ class Sizes:
                 blobs = pc.sum(rows["size_bytes"]).as_py() or 0
             self._known[key] = sum(int(size or 0) for size in sizes) + blobs
         return self._known[key]
+
+
+def give_back_memory() -> None:
+    """Ask the C library for the pages that it keeps after frees: many commits leave them scattered."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class StepFence(Fence):
@@ -116,6 +130,7 @@ class Upkeep:
         self._core = core
         self._settings = core.store.upkeep
         self._sizes = Sizes()
+        self._trimmed_at = core.state.group
         self._since_clean_up = dict.fromkeys(core.tables, 0)
         self._newest: dict[str, deque[tuple[float, int]]] = {name: deque() for name in core.tables}
         """When which version was seen to be the newest: one that was, less than grace_s ago, may just have been opened."""
@@ -126,13 +141,18 @@ class Upkeep:
         if self._core.pending is not None:
             return alarms
         for name, table in self._core.tables.items():
-            self._newest[name].append((time.monotonic(), table.dataset.version))
+            seen = self._newest[name]
+            if not seen or seen[-1][1] != table.dataset.version:
+                seen.append((time.monotonic(), table.dataset.version))
             if table.num_fragments > self._settings.max_fragments:
                 self.compact(table)
             if table.dataset.version - self._since_clean_up[name] >= self._settings.keep_versions:
                 self._since_clean_up[name] = table.dataset.version
                 self.clean_up(table, before=self._settled(name))
                 alarms += self._alarms(table)
+        if self._core.state.group >= self._trimmed_at + _TRIM_GROUPS:
+            self._trimmed_at = self._core.state.group
+            give_back_memory()
         return alarms
 
     def _settled(self, table: str) -> int:
@@ -145,6 +165,7 @@ class Upkeep:
     def compact(self, table: LogTable, *, is_full: bool = False) -> int:
         """Merge fragments; the number that went away. The content, its order and its row ids stay as they are."""
         fragments = table.dataset.get_fragments()
+        self._sizes.forget(table.name, {fragment.fragment_id for fragment in fragments})
         sizes = [self._sizes.of(table, fragment) for fragment in fragments]
         if is_full:
             runs = runs_within(sizes, most=self._settings.target_bytes)

@@ -134,7 +134,7 @@ def verify_cut(cut: Cut) -> Report:
     try:
         tombstones = tombstones_of(cut.dataset("events").to_table(columns=["kind", "body"], filter=f"kind in ('{KIND}', '{LOST}')"))
     except BaseException as error:
-        if not isinstance(error, OSError | ValueError) and not is_panic(error):
+        if not isinstance(error, OSError | ValueError | RuntimeError) and not is_panic(error):
             raise
         tombstones = Tombstones()
     digests: dict[int, bytes] = {}
@@ -196,7 +196,7 @@ def check_root(reader: LogReader) -> list[Finding]:
     lsn_end, root = int(seal["lsn_end"]), str(seal["root"])
     try:
         made = root_at(reader.cut(at=lsn_end))
-    except (MoltError, OSError, ValueError) as error:
+    except (MoltError, OSError, ValueError, RuntimeError) as error:
         return [Finding(table="", file="", lsn_first=0, lsn_last=lsn_end, what=f"the sealed rows cannot be read: {error}")]
     if made == root:
         return []
@@ -211,7 +211,7 @@ def check_manifests(home: Home) -> list[Finding]:
             try:
                 check_version(home, table, version)
             except BaseException as error:
-                if not isinstance(error, OSError | ValueError) and not is_panic(error):
+                if not isinstance(error, OSError | ValueError | RuntimeError) and not is_panic(error):
                     raise
                 name = manifest_name(table, version)
                 findings.append(Finding(table=table, file=name, lsn_first=None, lsn_last=None, what=f"does not open: {reason_of(error)}"))
