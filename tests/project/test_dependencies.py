@@ -86,14 +86,14 @@ def test_cpu_versions_are_exact_and_cover_reader_train_and_dev() -> None:
 
 
 def test_the_two_files_of_exact_versions_share_no_package() -> None:
-    assert set(pins("constraints-cpu.txt")) & set(pins("constraints-vllm-cpu.txt")) == set()
+    assert set(pins("constraints-cpu.txt")) & set(pins("constraints-engines-cpu.txt")) == set()
 
 
 def test_builds_that_break_a_cpu_torch_are_not_there() -> None:
-    assert {"torchvision", "torchaudio", "torchcodec"} & (set(pins("constraints-cpu.txt")) | set(pins("constraints-vllm-cpu.txt"))) == set()
+    assert {"torchvision", "torchaudio", "torchcodec"} & (set(pins("constraints-cpu.txt")) | set(pins("constraints-engines-cpu.txt"))) == set()
 
 
 def test_project_files_name_no_machine_and_no_registry() -> None:
-    for name in ("pyproject.toml", "constraints-cpu.txt", "constraints-vllm-cpu.txt", "Makefile", ".ci/run", "tools/check"):
+    for name in ("pyproject.toml", "constraints-cpu.txt", "constraints-engines-cpu.txt", "Makefile", ".ci/run", "tools/check"):
         text = (ROOT / name).read_text(encoding="utf-8")
         assert not re.search(r"https?://|file://|/root/|/opt/|/home/", text), name
