@@ -91,6 +91,7 @@ def _load_state(folder: Path, policies: dict[str, Policy], position: Position) -
     for name, policy in policies.items():
         set_model_state_dict(policy.scorer, state[name]["model"])
         policy.num_updates = position.num_updates[name]
+        policy.revision += 1
         if "optimizer" in state[name]:
             set_optimizer_state_dict(policy.scorer, policy.optimizer, state[name]["optimizer"])
     if has_rng:

@@ -54,6 +54,10 @@ class Policy:
         self.device = device_of(mesh)
         self.num_steps = num_steps
         self.num_updates = 0
+        self.revision = 0
+        """Counts changes of the weights, by updates and by loading."""
+        self.digests: tuple[int, dict[str, str]] | None = None
+        """Revision, and the digests of the tensors as they are sent of that revision; on rank 0."""
         self.is_optimizer_offloaded = fsdp.offload == "optimizer"
         """Moments lie on the host between updates."""
         self.scorer: Any = shard(scorer, actor, fsdp, mesh)
@@ -114,6 +118,7 @@ class Policy:
             self.optimizer.step()
         self.forget_gradient()
         self.num_updates += 1
+        self.revision += 1
         return Update(grad_norm=float(norm), learning_rate=rate)
 
     @contextmanager

@@ -27,9 +27,16 @@ def sent_tensors(policy: Policy, *, is_on_device: bool = False) -> dict[str, tor
 def sent_digest(policy: Policy) -> str:
     """Model digest over the tensors as they are sent: equal to what an engine reports that took them. A collective."""
     tensors = sent_tensors(policy)
-    digest = [model_digest(digest_tensors(tensors)) if dist.get_rank() == 0 else ""]
+    digest = [model_digest(_digests(policy, tensors)) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(digest, src=0, device=policy.device)
     return digest[0]
+
+
+def _digests(policy: Policy, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Digest of each tensor as it is sent, made once for each revision of the weights."""
+    if policy.digests is None or policy.digests[0] != policy.revision:
+        policy.digests = (policy.revision, digest_tensors(tensors))
+    return policy.digests[1]
 
 
 class Publisher:
@@ -50,14 +57,15 @@ class Publisher:
         tensors = sent_tensors(self.policy, is_on_device=self.transport != "file")
         if dist.get_rank() != 0:
             return None
+        digests = _digests(self.policy, tensors)
         if self.transport == "file":
-            return write_weights(tensors, policy_version=version, folder=folder)
+            return write_weights(tensors, policy_version=version, folder=folder, digests=digests)
         if self.transport == "ipc":
-            self._offer = offer_ipc(tensors, policy_version=version)
+            self._offer = offer_ipc(tensors, policy_version=version, digests=digests)
             return self._offer.source
         if self._sender is None:
             self._sender = NcclSender(engines, gpus_per_engine=gpus_per_engine)
-        return self._sender.source(tensors, policy_version=version)
+        return self._sender.source(tensors, policy_version=version, digests=digests)
 
     def send(self) -> None:
         """Rank 0: broadcast what was published last (nccl). Returns when every engine has it; they must be receiving meanwhile."""

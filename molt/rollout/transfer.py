@@ -37,8 +37,8 @@ class Offer:
     tensors: dict[str, torch.Tensor]
 
 
-def offer_ipc(tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> Offer:
-    """CUDA handles of all tensors. RefitError for a tensor that is not on a GPU: it has no handle."""
+def offer_ipc(tensors: Mapping[str, torch.Tensor], *, policy_version: int, digests: Mapping[str, str] | None = None) -> Offer:
+    """CUDA handles of all tensors; digests, where they are known. RefitError for a tensor that is not on a GPU: it has no handle."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -50,7 +50,7 @@ def offer_ipc(tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> Of
     source = WeightSource(
         policy_version=policy_version,
         transport="ipc",
-        digests=digest_tensors(held),
+        digests=digest_tensors(held) if digests is None else dict(digests),
         options={"update": base64.b64encode(pickle.dumps([update])).decode(), "size_bytes": str(size_bytes(held.values()))},
     )
     return Offer(source=source, tensors=held)
@@ -79,8 +79,8 @@ class NcclSender:
     def _world_size(self) -> int:
         return 1 + len(self._engines) * self._gpus_per_engine
 
-    def source(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> WeightSource:
-        """Describe tensors that the next `send` broadcasts."""
+    def source(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, digests: Mapping[str, str] | None = None) -> WeightSource:
+        """Describe tensors that the next `send` broadcasts; digests, where they are known already."""
         self._tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         packing = {"packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES, "packed_num_buffers": _NUM_BUFFERS}
         place = {"master_address": self._host, "master_port": self._port, "world_size": self._world_size}
@@ -88,7 +88,7 @@ class NcclSender:
         return WeightSource(
             policy_version=policy_version,
             transport="nccl",
-            digests=digest_tensors(self._tensors),
+            digests=digest_tensors(self._tensors) if digests is None else dict(digests),
             options={
                 "init": json.dumps(init),
                 "update": json.dumps({**_description(self._tensors), **packing}),

@@ -76,9 +76,12 @@ def size_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def write_weights(tensors: Mapping[str, torch.Tensor], *, policy_version: int, folder: Path) -> WeightSource:
+def write_weights(
+    tensors: Mapping[str, torch.Tensor], *, policy_version: int, folder: Path, digests: Mapping[str, str] | None = None
+) -> WeightSource:
     """Write one safetensors file that engines of this host read, with a digest for each tensor.
 
+    digests: of exactly these tensors, where they are known already; wrong ones make every engine refuse the file.
     The file appears under its name when it is complete. A folder without room is a SettingError that says so.
     """
     from safetensors.torch import save_file
@@ -100,7 +103,7 @@ def write_weights(tensors: Mapping[str, torch.Tensor], *, policy_version: int, f
         policy_version=policy_version,
         transport="file",
         path=str(path),
-        digests=digest_tensors(host),
+        digests=digest_tensors(host) if digests is None else dict(digests),
         options={"size_bytes": str(num_bytes)},
     )
 

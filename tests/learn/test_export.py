@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from molt.learn.export import export, with_dtype
-from molt.learn.weights import sent_digest, sent_tensors
+from molt.learn.weights import Publisher, sent_digest, sent_tensors
 from molt.rollout.weights import digest_tensors, model_digest
 from tests.learn.tiny import make_config, make_model, make_plan, make_rank, make_rows
 
@@ -54,3 +55,14 @@ def test_nested_configs_get_the_dtype_too() -> None:
         "text_config": {"dtype": "bfloat16"},
         "vision_config": {"dtype": "bfloat16"},
     }
+
+
+def test_published_digests_are_those_of_the_file_at_every_revision(tmp_path: Path) -> None:
+    rows = make_rows(4)
+    rank = make_rank(make_config(make_model(tmp_path / "source")), rows)
+    publisher = Publisher(rank.policy, "file")
+    for version in range(2):
+        result = rank.train(make_plan(rows, step=version))
+        source = publisher.publish(version, tmp_path / "shm", [], 1)
+        assert source is not None and source.digests == digest_tensors(load_file(source.path or ""))
+        assert model_digest(source.digests) == result.weights_digest
