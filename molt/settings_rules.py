@@ -99,7 +99,7 @@ def _idle(config: Config) -> Iterator[str]:
         if _given(advantage, "lambd"):
             yield _nothing("algo.advantage.lambd", advantage.lambd, f"algo.advantage.estimator={advantage.estimator}")
     needs_reference = algo.kl.coef > 0 or advantage.estimator == "on_policy_distill"
-    for name in ("model_name_or_path", "offload"):
+    for name in ("model_name_or_path", "offload", "placement"):
         if not needs_reference and _given(config.reference, name):
             yield _nothing(f"reference.{name}", getattr(config.reference, name), "algo.kl.coef=0")
     for name in ("estimator", "use", "target", "horizon"):
@@ -111,6 +111,8 @@ def _idle(config: Config) -> Iterator[str]:
         yield _nothing("algo.reward.overlong_penalty", algo.reward.overlong_penalty, "algo.reward.overlong_buffer=0")
     if config.actor.schedule == "constant" and _given(config.actor, "min_learning_rate"):
         yield _nothing("actor.min_learning_rate", config.actor.min_learning_rate, "actor.schedule=constant")
+    if config.actor.dtype == "float32" and _given(config.actor, "moe_router_dtype"):
+        yield _nothing("actor.moe_router_dtype", config.actor.moe_router_dtype, "actor.dtype=float32")
     yield from _idle_evaluation(config)
     yield from _idle_engine(config)
 
@@ -128,9 +130,11 @@ def _idle_engine(config: Config) -> Iterator[str]:
     vllm = config.vllm
     if vllm.engine == "embedded":
         only_vllm = ("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
-        for name in (*only_vllm, "enable_chunked_prefill", "kv_cache_space_gib", "num_speculative_tokens", "sleep_level"):
+        for name in (*only_vllm, "compile", "enable_chunked_prefill", "kv_cache_space_gib", "num_speculative_tokens", "sleep_level"):
             if _given(vllm, name):
                 yield _nothing(f"vllm.{name}", getattr(vllm, name), "vllm.engine=embedded")
+    elif vllm.enforce_eager and _given(vllm, "compile"):
+        yield _nothing("vllm.compile", vllm.compile, "vllm.enforce_eager=true")
     if not config.train.partial_rollout_enable and _given(vllm, "kv_on_refit"):
         yield _nothing("vllm.kv_on_refit", vllm.kv_on_refit, "train.partial_rollout_enable=false")
 
