@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,6 +82,10 @@ class Member:
         torch.manual_seed(spec.config.run.seed)
         know_estimator(spec.config)
         return init_device_mesh(kind, (spec.num_ranks,))
+
+    def pid(self) -> int:
+        """Process id."""
+        return os.getpid()
 
     def stop(self) -> None:
         """Leave the group."""

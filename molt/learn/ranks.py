@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from molt.rollout.engine import WeightSource
 from molt.rollout.weights import SHARED_MEMORY, remove_weights, weights_folder
 
 STOP_TIMEOUT_S = 10.0
+CAUSE_TIMEOUT_S = 5.0
 CHECKPOINTS = "checkpoints"
 
 
@@ -169,7 +170,9 @@ class RankGroup:
         self._actors, self._frozen = [], []
         refs = [actor.stop.remote() for actor in actors]
         if refs:
-            await asyncio.wait([asyncio.ensure_future(_result(ref)) for ref in refs], timeout=STOP_TIMEOUT_S)
+            tasks = [asyncio.ensure_future(_result(ref)) for ref in refs]
+            await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S)
+            _drop(tasks)
         for actor in actors:
             ray.kill(actor)
         while self._published:
@@ -195,15 +198,19 @@ class RankGroup:
     async def _wait(self, method: str, tasks: list[asyncio.Future[Any]]) -> list[Any]:
         """Wait for all tasks, at most train.step_timeout_s, or until the first fails."""
         limit = self.config.train.step_timeout_s
-        done, pending = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-        failed = next((task for task in tasks if task in done and task.exception() is not None), None)
-        for task in pending:
-            task.cancel()
-        if failed is not None:
-            error = failed.exception()
-            assert error is not None
+        try:
+            _, pending = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            _drop(tasks)
+            raise
+        if pending and (known := _errors(tasks)) and _own_error(known) is None:
+            # A rank that lost its partner may be heard before the partner's own end.
+            await asyncio.wait(pending, timeout=CAUSE_TIMEOUT_S)
+        errors = _errors(tasks)
+        _drop(pending)
+        if errors:
             await self.stop()
-            raise _cause(error)
+            raise _first_cause(errors, method)
         if pending:
             ranks = [rank for rank, task in enumerate(tasks) if task in pending]
             await self.stop()
@@ -223,7 +230,36 @@ async def _result(ref: Any) -> Any:
     return await ref
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The error that the rank raised, without Ray's wrapping, where it is one of ours."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, MoltError) else error
+def _drop(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Wait for them no longer; what they still raise is of no interest."""
+    for task in tasks:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.cancel()
+
+
+def _errors(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
+    """What ranks raised so far."""
+    ended = {rank: task for rank, task in enumerate(tasks) if task.done() and not task.cancelled()}
+    return {rank: error for rank, task in ended.items() if (error := task.exception()) is not None}
+
+
+def _own_error(errors: dict[int, BaseException]) -> MoltError | None:
+    """The first that is one of our own, without Ray's wrapping."""
+    causes = (getattr(error, "cause", None) or error for error in errors.values())
+    return next((cause for cause in causes if isinstance(cause, MoltError)), None)
+
+
+def _first_cause(errors: dict[int, BaseException], method: str) -> BaseException:
+    """One of our own errors where there is one, since the other ranks then only lost their partner; else what became of the rank."""
+    from ray.exceptions import RayActorError
+
+    if (own := _own_error(errors)) is not None:
+        return own
+    dead = [item for item in errors.items() if isinstance(item[1], RayActorError)]
+    rank, error = (dead or list(errors.items()))[0]
+    if dead:
+        return MoltError(
+            f"trainer rank {rank} died in {method} ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "molt train --resume RUN goes on from the newest checkpoint and the log"
+        )
+    return error
