@@ -55,6 +55,9 @@ class Home(Protocol):
     def file_digest(self, name: str) -> str | None:
         """sha256 of a file of the log, hex; None when there is none."""
 
+    def renew_session(self) -> None:
+        """Begin with empty caches, where the data does not live in them."""
+
     def keep(self, dataset: Any) -> None:
         """Told of each new table: a home that lives as long as its data sets holds on to it."""
 
@@ -85,6 +88,11 @@ def sync_files(paths: Iterable[Path]) -> None:
             os.close(handle)
 
 
+def new_session(size_bytes: int) -> lance.Session:
+    """Caches of Lance, bounded."""
+    return lance.Session(index_cache_size_bytes=size_bytes // 4, metadata_cache_size_bytes=size_bytes)
+
+
 class LocalHome:
     """A directory on a file system."""
 
@@ -92,8 +100,9 @@ class LocalHome:
         self.root = root
         self.where = str(root)
         self.is_synced = is_synced
+        self._session_bytes = session_bytes
         self.storage_options: dict[str, str] | None = None
-        self.session = lance.Session(index_cache_size_bytes=session_bytes // 4, metadata_cache_size_bytes=session_bytes)
+        self.session = new_session(session_bytes)
 
     def table(self, name: str) -> str:
         """Address of a table for Lance."""
@@ -110,6 +119,10 @@ class LocalHome:
                 return hashlib.file_digest(stream, "sha256").hexdigest()
         except FileNotFoundError:
             return None
+
+    def renew_session(self) -> None:
+        """Begin with empty caches."""
+        self.session = new_session(self._session_bytes)
 
     def keep(self, dataset: Any) -> None:
         """Nothing to do: the files stay."""
@@ -197,7 +210,7 @@ class MemoryHome:
         self.files: dict[str, bytes] = {}
         self._kept: list[Any] = []
         self.storage_options: dict[str, str] | None = None
-        self.session = lance.Session(index_cache_size_bytes=session_bytes // 4, metadata_cache_size_bytes=session_bytes)
+        self.session = new_session(session_bytes)
 
     def table(self, name: str) -> str:
         """Address of a table for Lance."""
@@ -211,6 +224,9 @@ class MemoryHome:
         """sha256 of a small file, hex; the files of tables cannot be reached in memory."""
         content = self.files.get(name)
         return None if content is None else hashlib.sha256(content).hexdigest()
+
+    def renew_session(self) -> None:
+        """Nothing: the rows live with the session."""
 
     def keep(self, dataset: Any) -> None:
         """Hold on to it: the memory is freed with the last data set."""

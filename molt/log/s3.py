@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-import lance
-
 from molt.environ import read
 from molt.errors import LogError, SettingError
+from molt.log.home import new_session
 
 
 class S3Home:
@@ -31,7 +30,8 @@ class S3Home:
         self.storage_options: dict[str, str] | None = {"aws_region": read("AWS_REGION") or "us-east-1"}
         if endpoint is not None:
             self.storage_options |= {"aws_endpoint": endpoint, "allow_http": str(endpoint.startswith("http:")).lower()}
-        self.session = lance.Session(index_cache_size_bytes=session_bytes // 4, metadata_cache_size_bytes=session_bytes)
+        self._session_bytes = session_bytes
+        self.session = new_session(session_bytes)
         self._client: Any = boto3.client("s3", endpoint_url=endpoint, region_name=self.storage_options["aws_region"])
 
     def table(self, name: str) -> str:
@@ -52,6 +52,10 @@ class S3Home:
         for chunk in body.iter_chunks(1 << 20):
             digest.update(chunk)
         return digest.hexdigest()
+
+    def renew_session(self) -> None:
+        """Begin with empty caches."""
+        self.session = new_session(self._session_bytes)
 
     def keep(self, dataset: Any) -> None:
         """Nothing to do: the objects stay."""

@@ -115,6 +115,12 @@ class LogTable:
         self.num_fragments = len(self.dataset.get_fragments())
         return True
 
+    def reopen(self) -> None:
+        """Open the same version with the caches of the home's session of now."""
+        version, self._dataset = self.dataset.version, None
+        if not self.open() or self.dataset.version != version:
+            raise FencedError(f"log={self.home.where}: table {self.name} is not at version {version}; another writer took the run")
+
     def create(self, stamp: Stamp) -> None:
         """Make the empty table."""
         self._dataset = lance.write_dataset(

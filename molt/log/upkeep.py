@@ -30,8 +30,8 @@ from molt.log.holds import held_versions
 from molt.log.table import Fence, LogTable
 
 _MANY = 1 << 40
-_TRIM_GROUPS = 256
-"""Groups between two returns of freed memory to the system."""
+_TRIM_GROUPS = 512
+"""Groups between two returns of memory to the system."""
 _TINY_ROWS = 32
 """Rows under which a fragment is encoded anew, not copied: each copied page keeps its own overhead."""
 _BATCH_BYTES = 16 << 20
@@ -152,8 +152,15 @@ class Upkeep:
                 alarms += self._alarms(table)
         if self._core.state.group >= self._trimmed_at + _TRIM_GROUPS:
             self._trimmed_at = self._core.state.group
-            give_back_memory()
+            self._renew()
         return alarms
+
+    def _renew(self) -> None:
+        """Open the tables with empty caches: what Lance keeps per commit, some kilobytes that no bound of a cache counts, is freed."""
+        self._core.home.renew_session()
+        for table in self._core.tables.values():
+            table.reopen()
+        give_back_memory()
 
     def _settled(self, table: str) -> int:
         """The version that was newest grace_s ago; older ones are open to nobody who does not hold them."""

@@ -151,7 +151,8 @@ def _survived(run_dir: str, flips: list[tuple[str, int, int]], truth: tuple[byte
     wholes = {name: (root / name).read_bytes() for name, _, _ in flips}
     try:
         return in_child(_flip_some, run_dir, flips, truth)
-    except AssertionError:
+    except AssertionError as error:
+        print(error, flips if len(flips) == 1 else "", flush=True)
         for name, content in wholes.items():
             (root / name).write_bytes(content)
         if len(flips) == 1:
