@@ -90,7 +90,9 @@ def test_the_two_files_of_exact_versions_share_no_package() -> None:
 
 
 def test_builds_that_break_a_cpu_torch_are_not_there() -> None:
-    assert {"torchvision", "torchaudio", "torchcodec"} & (set(pins("constraints-cpu.txt")) | set(pins("constraints-engines-cpu.txt"))) == set()
+    assert {"torchvision", "torchaudio", "torchcodec"} & (
+        set(pins("constraints-cpu.txt")) | set(pins("constraints-engines-cpu.txt"))
+    ) == set()
 
 
 def test_project_files_name_no_machine_and_no_registry() -> None:
