@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 240
+LIMIT_S = 280
 
 
 def environment() -> dict[str, str]:
@@ -85,8 +85,9 @@ class World:
     def start(self, name: str, *words: str | Path) -> subprocess.Popen[bytes]:
         """Start the command line with its output in <runs>/<name>.out."""
         self.runs.mkdir(parents=True, exist_ok=True)
-        out = (self.runs / f"{name}.out").open("wb")
-        return subprocess.Popen([sys.executable, "-m", "molt.cli", *map(str, words)], env=environment(), stdout=out, stderr=subprocess.STDOUT)
+        command = [sys.executable, "-m", "molt.cli", *map(str, words)]
+        with (self.runs / f"{name}.out").open("wb") as out:
+            return subprocess.Popen(command, env=environment(), stdout=out, stderr=subprocess.STDOUT)
 
     def output(self, name: str) -> str:
         """What a started command has printed."""
