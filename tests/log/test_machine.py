@@ -161,5 +161,5 @@ TestLogMachine = LogMachine.TestCase
 def test_long_walks_of_the_state_machine() -> None:
     run_state_machine_as_test(
         LogMachine,
-        settings=settings(max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None),
+        settings=settings(max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import resource
 import signal
 import tempfile
 from collections.abc import Callable
@@ -13,12 +14,15 @@ from typing import Any, TypeVar
 from molt.log import crash
 
 T = TypeVar("T")
+_MOST_BYTES = 12 << 30
+"""Address space of a victim: a damaged length may ask for all there is."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tools.faults.preload"])
 
 
 def _live(work: Callable[..., Any], arguments: tuple[Any, ...], crashpoint: str | None) -> None:
     crash.arm(crashpoint)
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     work(*arguments)
 
 
