@@ -251,11 +251,11 @@ def _own_error(errors: dict[int, BaseException]) -> MoltError | None:
 
 def _first_cause(errors: dict[int, BaseException], method: str) -> BaseException:
     """One of our own errors where there is one, since the other ranks then only lost their partner; else what became of the rank."""
-    from ray.exceptions import RayActorError
+    from ray.exceptions import RayError, RayTaskError
 
     if (own := _own_error(errors)) is not None:
         return own
-    dead = [item for item in errors.items() if isinstance(item[1], RayActorError)]
+    dead = [item for item in errors.items() if isinstance(item[1], RayError) and not isinstance(item[1], RayTaskError)]
     rank, error = (dead or list(errors.items()))[0]
     if dead:
         return MoltError(
