@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from molt.errors import ReplayMismatchError
+from molt.errors import MoltError, ReplayMismatchError, StalledError
 from molt.learn.ranks import RankGroup
 from molt.learn.result import RecordedStep
 from molt.log.actor import RaySink, start_log_actor, stop_log_actor
@@ -39,10 +42,15 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 async def log(cluster: None, tmp_path: Path) -> AsyncIterator[Any]:
+    import ray
+
     handle = start_log_actor(tmp_path / "run", run="run", attempt=1, store="durable")
     await Producer(RaySink(handle), "test").append(segments=to_segments(ROWS))
     yield handle
-    stop_log_actor(handle)
+    try:
+        stop_log_actor(handle)
+    finally:
+        ray.kill(handle, no_restart=True)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -123,5 +131,18 @@ async def test_steps_with_models_beside_the_policy_resume_and_replay(log: Any, m
     group = await RankGroup.start(config, mode="replay", **options)
     try:
         assert [(await group.train(plan)).weights_digest for plan in plans] == [r.weights_digest for r in results]
+    finally:
+        await group.stop()
+
+
+async def test_killed_rank_ends_the_group_with_a_named_cause(log: Any, model: Path, tmp_path: Path) -> None:
+    group = await RankGroup.start(make_config(model, fsdp={"num_ranks": 2}), run_dir=tmp_path / "run", run="run", log=log, num_steps=3)
+    try:
+        pids = await asyncio.gather(*(actor.pid.remote() for actor in group._actors))
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(MoltError, match=r"rank \d died in train .*--resume"):
+            await group.train(make_plan(ROWS, num_ranks=2, micro_batch_tokens=32))
+        with pytest.raises(StalledError, match="is stopped"):
+            await group.weights_digest()
     finally:
         await group.stop()
