@@ -67,7 +67,7 @@ class RolloutWorker:
             raise SettingError("train.agent_path and actor.model_name_or_path are needed for rollouts; set both")
         self._runner = load_agent(self._config.train.agent_path).runner()
         tokenizer = Tokenizer.load(self._model_path)
-        self._renderer = ChatRenderer(tokenizer, tools=self._runner.tools, template_kwargs=self._runner.template_kwargs)
+        self._renderer = ChatRenderer.for_agent(tokenizer, self._runner, self._config.data)
         await self._runner.start()
 
     async def run(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
