@@ -168,3 +168,15 @@ def test_stalled_run_names_the_suspect_and_leaves_with_3(world: World, tmp_path:
     assert done.returncode == 3 and "train.step_timeout_s=45 passed while waiting for rollouts" in said and "in flight" in said
     (ended,) = world.sql("hanging", "select what, limit_s from wait_ended_badly")
     assert ended == {"what": "rollouts", "limit_s": 45.0}
+
+
+@pytest.mark.parametrize("estimator", ["gae", "on_policy_distill"])
+def test_estimators_with_a_model_beside_the_policy_train_and_replay(world: World, estimator: str):
+    teacher = {"reference__model_name_or_path": world.path / "model"} if estimator == "on_policy_distill" else {}
+    world.train(estimator, algo__advantage__estimator=estimator, train__num_steps=3, **teacher)
+    world.audit(estimator)
+    columns = {"gae": "values", "on_policy_distill": "teacher_logprobs"}
+    (missing,) = world.sql(estimator, f'select count(*) as n from scores where "{columns[estimator]}" is null')
+    assert missing == {"n": 0}
+    replayed = world.molt("replay", world.run(estimator))
+    assert replayed.returncode == 0, replayed.stdout[-3000:] + replayed.stderr[-3000:]
