@@ -13,6 +13,7 @@ from molt.algo.advantage import compute_advantages
 from molt.algo.correction import importance_gate
 from molt.algo.loss import policy_loss, token_scale
 from tests.algo.build import algo, batch_of
+from tests.groups import leave_group
 
 ROLLOUTS = [
     {"group": "a", "reward": 1.0, "segments": [10]},
@@ -52,7 +53,7 @@ def rank(place: int, folder: str) -> None:
     gradient_K = gradient_of([[0, 3, 5], [1, 2, 4]][place])
     dist.all_reduce(gradient_K, op=dist.ReduceOp.SUM)
     torch.save(gradient_K, f"{folder}/rank{place}.pt")
-    dist.destroy_process_group()
+    leave_group()
 
 
 @pytest.mark.slow

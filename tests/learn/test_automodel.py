@@ -18,6 +18,7 @@ from molt.learn.model import load_model, uses_automodel
 from molt.learn.packing import pack
 from molt.learn.routes import Routes
 from molt.learn.weights import sent_tensors
+from tests.groups import leave_group
 from tests.learn import automodel_shim
 from tests.learn.tiny import make_config, make_model, make_moe, make_plan, make_rank, make_rows
 
@@ -131,7 +132,7 @@ def _train_with_experts_apart(rank: int, num_ranks: int, folder: str, out: str) 
     tensors = sent_tensors(worker.policy)
     if rank == 0:
         torch.save(([(r.loss, r.grad_norm) for r in results], tensors), f"{out}/result{num_ranks}")
-    dist.destroy_process_group()
+    leave_group()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from molt.learn.result import RefusalReason, StepResult
+from tests.groups import leave_group
 from tests.learn.tiny import make_config, make_plan, make_rank, make_rows
 
 NUM_STEPS = 3
@@ -35,7 +36,7 @@ def _process(rank: int, folder: str, model: str) -> None:
     found = [train(Path(model), 2, is_broken=is_broken) for is_broken in (False, True)]
     if rank == 0:
         torch.save(found, f"{folder}/found")
-    dist.destroy_process_group()
+    leave_group()
 
 
 @pytest.fixture(scope="module")
