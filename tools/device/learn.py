@@ -44,7 +44,7 @@ def main() -> int:
 
     def prepare(facts: dict[str, Any]) -> None:
         held["world"] = make_world(arguments.work, is_rehearsal=arguments.rehearse, task=arguments.task)
-        facts["model"], facts["prompts"] = str(held["world"].model), str(held["world"].prompts)
+        facts["model"], facts["prompts"] = held["world"].model.name, held["world"].prompts.name
 
     parts.run("world", prepare)
     if "world" in held:

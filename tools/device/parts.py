@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from molt import machine
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,7 +31,13 @@ class Parts:
         self.began = time.monotonic()
         self.limit_s = limit_s
         self.facts: dict[str, dict[str, Any]] = {}
-        self.head = {"program": name, "command": " ".join(sys.argv), "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        self.head = {
+            "program": name,
+            "command": " ".join([f"python -m tools.device.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+            "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": machine.packages(),
+            "hardware": machine.hardware(),
+        }
         out.mkdir(parents=True, exist_ok=True)
 
     @property
