@@ -51,6 +51,7 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                             await evaluate(house, leader, step=step, policy_version=clock.version)
                         if config.ckpt.save_interval and step % config.ckpt.save_interval == 0 and clock.is_boundary(step - 1):
                             await save_checkpoint(house, leader, step=step, policy_version=clock.version)
+                    leader.is_stopped = stopper.is_draining and step < num_steps
                     progress.waiting("rollouts in flight to end")
                     await leader.drain()
                 progress.waiting("the last checkpoint")

@@ -36,6 +36,8 @@ from molt.rollout.tasks import FinishedGroup, GroupTask
 
 POLL_S = 0.02
 """Longest pause between two looks at the pool."""
+MAX_REFUSED = 8
+"""Refused steps in a row after which the run stops: more of the same would spend prompts and teach nothing."""
 DRAIN_S = 10.0
 """Seconds that rollouts get to end when a run stops."""
 
@@ -58,11 +60,14 @@ class Leader:
         self.last_failure = "no failure"
         """What the newest failed rollout said."""
         self._dropped_in_row: list[GroupVerdict] = []
+        self._refused_in_row = 0
         self.num_recorded = 0
         """Steps trained or refused by this attempt."""
         self.policy_version = 0
         self.is_draining = False
         """Set to dispatch nothing more."""
+        self.is_stopped = False
+        """The run was stopped by hand before its last step."""
         self.inbox = Inbox(
             rule=AdmissionRule(
                 max_lag=config.max_lag,
@@ -297,10 +302,17 @@ class Leader:
                 n_sampled=plan.n_sampled,
             )
             ack = await self.producer.append(events=[refused])
+            self._refused_in_row += 1
         else:
+            self._refused_in_row = 0
             ack = await self.producer.append(events=[step_trained(result, wait_s=wait_s)], consumption=consumption(plan, result))
         self.lsn_end = ack.lsn_end
         self.num_recorded += 1
+        if result.refused is not None and self._refused_in_row >= MAX_REFUSED:
+            raise StalledError(
+                f"{self._refused_in_row} steps in a row were refused and the weights stand still; the last one at step {plan.step}, "
+                f"{result.refused.reason}: {result.refused.error}"
+            )
 
     def figures(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> dict[str, Any]:
         """What is shown of a step."""

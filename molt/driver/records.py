@@ -53,7 +53,7 @@ async def finish(house: House, listener: Listener, leader: Leader) -> AsyncItera
         with suppress(LogError, MoltError, TimeoutError):
             await asyncio.wait_for(_say_ended(house, leader, reason, text), 30.0)
         raise
-    await _say_ended(house, leader, "drained" if leader.is_draining else "finished", None)
+    await _say_ended(house, leader, "drained" if leader.is_stopped else "finished", None)
 
 
 async def _say_ended(house: House, leader: Leader, reason: str, error: str | None) -> None:

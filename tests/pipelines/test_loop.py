@@ -23,6 +23,7 @@ def test_asynchronous_run_audits_clean_and_its_ledger_closes(trained: World):
     generated = sum(line["n_tokens"] for line in report["ledger"] if line["fate"] == "generated")
     accounted = sum(line["n_tokens"] for line in report["ledger"] if line["fate"] != "generated")
     assert generated == accounted > 0
+    assert trained.sql("once", "select reason, num_steps from attempt_ended") == [{"reason": "finished", "num_steps": 6}]
     lags = trained.sql("once", "select distinct lag from consumption order by lag")
     assert [row["lag"] for row in lags] == [0, 1]  # generation ran one version ahead
     refits = trained.sql("once", "select policy_version, weights_digest from weights_refit order by policy_version")

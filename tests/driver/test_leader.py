@@ -1,0 +1,113 @@
+"""The leader over a real log and a scripted pool: what it dispatches, drops, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from molt.admission.plan import plan_step
+from molt.config import Config
+from molt.data.prompts import PromptSet
+from molt.driver.leader import MAX_REFUSED, Leader
+from molt.errors import StalledError
+from molt.learn.result import Refusal, RefusalReason, StepResult
+from molt.log.producer import Producer
+from molt.log.reader import LogReader
+from molt.log.writer import LogWriter
+from molt.rollout.tasks import FailureReason, FinishedGroup, GroupTask, RolloutFailed
+
+
+class ScriptedPool:
+    """Takes groups and, where told to, fails each of them at once."""
+
+    def __init__(self, *, is_failing: bool = False) -> None:
+        self.is_failing = is_failing
+        self.dispatched: list[GroupTask] = []
+        self._finished: list[FinishedGroup] = []
+
+    async def dispatch(self, group: GroupTask) -> None:
+        self.dispatched.append(group)
+        if self.is_failing:
+            failed = tuple(self._failure(group, member) for member in group.members)
+            self._finished.append(FinishedGroup(group=group, done=(), failed=failed))
+
+    def _failure(self, group: GroupTask, member: int) -> RolloutFailed:
+        reason, error = FailureReason.AGENT_ERROR, "KeyError: 'no such tool'"
+        return RolloutFailed(
+            rollout_id=f"{group.group_id}/{member}/0", group_id=group.group_id, member=member, engine="scripted", reason=reason,
+            error=error, n_sampled=0, num_tries=1,
+        )  # fmt: skip
+
+    def ready(self) -> list[FinishedGroup]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def describe(self) -> str:
+        return "scripted"
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[LogWriter]:
+    with LogWriter.open(tmp_path / "run", run="run", attempt=1, store="process") as writer:
+        yield writer
+
+
+def make_leader(tmp_path: Path, writer: LogWriter, pool: ScriptedPool, **changes: dict[str, Any]) -> Leader:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"input": "{i}+1", "label": "{i + 1}"}}\n' for i in range(64)))
+    config = Config.model_validate(
+        {"train": {"batch_size": 4, "num_steps": 20}, "rollout": {"batch_size": 2, "n_samples_per_prompt": 2}} | changes
+    )
+    house = SimpleNamespace(reader=LogReader.open(tmp_path / "run"), producer=Producer(writer, "driver"), pool=pool)
+    return Leader(config, prompts=PromptSet.load(str(prompts), config.data), house=house, say=lambda text: None)
+
+
+def events(tmp_path: Path, kind: str) -> int:
+    return LogReader.open(tmp_path / "run").cut().table("events", ["lsn"], where=f"kind = '{kind}'").num_rows
+
+
+async def test_feed_dispatches_what_the_lag_bound_allows_and_more_with_a_new_version(tmp_path: Path, writer: LogWriter):
+    pool = ScriptedPool()
+    leader = make_leader(tmp_path, writer, pool, admission={"max_lag": 1})
+    async with asyncio.timeout(20):
+        feed = asyncio.create_task(leader.feed())
+        while len(pool.dispatched) < 4:  # (1 + 0 + 1) * 2 groups
+            await asyncio.sleep(0.01)
+        leader.serve(1)
+        while len(pool.dispatched) < 6:  # (1 + 1 + 1) * 2
+            await asyncio.sleep(0.01)
+        feed.cancel()
+        await asyncio.gather(feed, return_exceptions=True)
+    order = [leader.order.place(i).group_id for i in range(6)]
+    assert [task.group_id for task in pool.dispatched] == order
+    assert leader.inbox.num_running == 6
+
+
+async def test_groups_that_only_fail_end_the_run_with_the_last_error(tmp_path: Path, writer: LogWriter):
+    leader = make_leader(tmp_path, writer, ScriptedPool(is_failing=True))
+    async with asyncio.timeout(20):
+        with pytest.raises(StalledError, match=r"4 groups in a row failed.*KeyError: 'no such tool'"):
+            await leader.feed()
+    assert events(tmp_path, "group_decided") == 4  # 2 * rollout.batch_size, each with its reason
+
+
+async def test_steps_that_are_refused_one_after_the_other_end_the_run(tmp_path: Path, writer: LogWriter):
+    leader = make_leader(tmp_path, writer, ScriptedPool())
+    refusal = Refusal(reason=RefusalReason.LINEAGE, error="segment e0-p0/0/0/0 has tokens of versions 0 and 1")
+    for step in range(MAX_REFUSED):
+        plan = plan_step([], step=step, policy_version=0, seed=0, num_ranks=1, micro_batch_tokens=64, cursor=0)
+        refused = StepResult(
+            step=step, policy_version=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, n_sampled=0, n_kept=0, reward_mean=None, kl_mean=None,
+            entropy_mean=None, batch_digest="", loss_digest="", weights_digest=None, refused=refusal,
+        )  # fmt: skip
+        if step < MAX_REFUSED - 1:
+            await leader.record(plan, refused, wait_s=0.0)
+        else:
+            with pytest.raises(StalledError, match=r"8 steps in a row were refused.*versions 0 and 1"):
+                await leader.record(plan, refused, wait_s=0.0)
+    assert events(tmp_path, "step_refused") == MAX_REFUSED
