@@ -81,6 +81,13 @@ def _algorithm(config: Config) -> Iterator[str]:
         check_algo(config.algo)
     except SettingError as error:
         yield str(error)
+    rollout, level = config.rollout, config.algo.advantage.is_correction_level
+    if level != "off" and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k} with algo.advantage.is_correction_level={level}: "
+            "sampled log-probs are renormalised over the kept tokens, the trainer's are not, so that every ratio is biased; "
+            "set top_p to 1 and top_k to 0"
+        )
     if config.actor.min_learning_rate > config.actor.learning_rate:
         yield (
             f"actor.min_learning_rate={config.actor.min_learning_rate} is above actor.learning_rate={config.actor.learning_rate}; lower it"

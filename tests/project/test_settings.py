@@ -169,6 +169,7 @@ def test_defaults_are_in_order() -> None:
         (["--fsdp.cp_size", "2", "--fsdp.num_ranks", "2", "--actor.implementation", "hf"], "needs actor.implementation=automodel"),
         (["--fsdp.attn_implementation", "te", "--actor.implementation", "hf"], "fsdp.attn_implementation=te needs"),
         (["--actor.min_learning_rate", "1", "--actor.schedule", "linear"], "is above actor.learning_rate"),
+        (["--rollout.top_p", "0.9", "--algo.advantage.is_correction_level", "token"], "every ratio is biased"),
     ],
 )
 def test_settings_that_contradict_or_do_nothing_are_refused(flags: list[str], text: str) -> None:
