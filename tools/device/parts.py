@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -148,7 +149,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """What every device program takes."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "runs/device"), help="folder for JSON and logs")
-    made.add_argument("--work", type=Path, default=Path("/tmp/molt-device"), help="folder for models and runs")
+    made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "molt-device", help="folder for models and runs")
     made.add_argument("--limit-s", type=float, default=480.0, help="total time")
     made.add_argument("--rehearse", action="store_true", help="tiny model, CPU, few steps")
     made.add_argument("--engine", choices=["vllm", "embedded"], default=None, help="vllm on a GPU, embedded in a rehearsal, when absent")
