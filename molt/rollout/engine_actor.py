@@ -269,10 +269,15 @@ class EngineHandle:
         sampled, heard = -1, time.monotonic()
         while self._num_waiting > 0:
             await asyncio.sleep(min(_BEAT_S, limit_s / 4))
+            if self._num_waiting == 0:
+                return
             try:
                 health = await self.health(limit_s)
             except EngineError as error:
                 silence.set_exception(error)
+                return
+            except Exception as error:  # Ray refuses a call to an actor that it no longer knows with a bare Exception
+                silence.set_exception(EngineError(f"engine {self.name} cannot be asked: {error}"))
                 return
             if health.num_sampled != sampled or health.is_paused or health.num_in_flight == 0:
                 sampled, heard = health.num_sampled, time.monotonic()
