@@ -174,6 +174,7 @@ class AdvantageSettings(Room):
     whiten: bool | None = None
     """Whiten advantages over the batch; by the estimator when absent."""
     is_correction_level: Literal["off", "token", "seq", "geo"] = "off"
+    """Where settings are resolved and none is given: token under train.async_queue_size > 0, as batches then mix versions."""
     is_correction_mode: Literal["mask", "clip", "trunc"] = "mask"
     is_correction_threshold: tuple[float | None, float | None] = (None, None)
     """Band (low, high) of the ratio; by level and mode when absent."""

@@ -51,9 +51,17 @@ def resolve(files: Iterable[str | Path] = (), flags: Sequence[str] = ()) -> Conf
     for key, value in parse_flags(flags).items():
         values[key], origin[key] = value, f"--{key}"
     try:
-        return Config.model_validate(_nest(values))
+        return Config.model_validate(_nest(_corrected(values)))
     except pydantic.ValidationError as error:
         raise SettingError(_told(error, origin)) from None
+
+
+def _corrected(values: dict[str, Any]) -> dict[str, Any]:
+    """Correction per token where generation runs ahead and nothing was said of it: its batches mix policy versions."""
+    queue = values.get("train.async_queue_size", Config().train.async_queue_size)
+    if queue == 0 or "algo.advantage.is_correction_level" in values:
+        return values
+    return values | {"algo.advantage.is_correction_level": "token"}
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:

@@ -126,6 +126,17 @@ def test_resolved_settings_survive_their_own_toml(tmp_path: Path) -> None:
     check(again)
 
 
+def test_what_runs_ahead_is_corrected_unless_told_otherwise() -> None:
+    def level(*flags: str) -> str:
+        return resolve([], flags).algo.advantage.is_correction_level
+
+    assert level() == "token"
+    assert level("--train.async_queue_size", "3") == "token"
+    assert level("--train.async_queue_size", "0") == "off"
+    assert level("--algo.advantage.is_correction_level", "off") == "off"
+    assert level("--algo.advantage.is_correction_level", "geo") == "geo"
+
+
 def test_defaults_are_in_order() -> None:
     check(Config())
 
@@ -145,14 +156,23 @@ def test_defaults_are_in_order() -> None:
             ["--admission.max_lag", "0", "--train.async_queue_size", "2"],
             "admission.max_lag=0 needs train.async_queue_size=0 or less, got 2",
         ),
-        (["--train.partial_rollout_enable"], "mixes policy versions inside a rollout, got algo.advantage.is_correction_level=off"),
+        (
+            ["--train.partial_rollout_enable", "--algo.advantage.is_correction_level", "off"],
+            "mixes policy versions inside a rollout, got algo.advantage.is_correction_level=off",
+        ),
         (
             ["--train.partial_rollout_enable", "--train.async_queue_size", "0", "--algo.advantage.is_correction_level", "token"],
             "nothing is in flight at a refit",
         ),
-        (["--algo.advantage.is_correction_mode", "clip"], "does nothing with algo.advantage.is_correction_level=off"),
-        (["--algo.advantage.is_correction_threshold", "0.5", "2"], "is_correction_threshold=(0.5, 2.0) does nothing"),
-        (["--algo.advantage.gate", "kl"], "algo.advantage.gate=kl does nothing"),
+        (
+            ["--algo.advantage.is_correction_mode", "clip", "--algo.advantage.is_correction_level", "off"],
+            "does nothing with algo.advantage.is_correction_level=off",
+        ),
+        (
+            ["--algo.advantage.is_correction_threshold", "0.5", "2", "--algo.advantage.is_correction_level", "off"],
+            "is_correction_threshold=(0.5, 2.0) does nothing",
+        ),
+        (["--algo.advantage.gate", "kl", "--train.async_queue_size", "0"], "algo.advantage.gate=kl does nothing"),
         (["--algo.reward.filter_range", "1", "0"], "keeps nothing"),
         (["--critic.learning_rate", "1"], "critic.learning_rate=1.0 does nothing"),
         (["--reference.model_name_or_path", "x"], "reference.model_name_or_path=x does nothing"),
