@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from molt import environ
 from molt.cli.preflight import try_everything
-from molt.cli.programs import program_path, run_quietly
+from molt.cli.programs import load_program, run_quietly
 from molt.cli.report import emit_json, emit_table, note
 from molt.config import Config
 from molt.errors import SettingError
@@ -60,7 +60,7 @@ def train(
     run, resolved = _resolved(config, flags, resume)
     check(resolved)
     check_inputs(resolved)
-    program_path(pipeline)
+    load_program(pipeline)  # what it registers is known from here on
     found = try_everything(resolved)
     if dry_run:
         _print_dry_run(resolved, found, as_json=json)

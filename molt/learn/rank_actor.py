@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from molt.admission.plan import StepPlan
 from molt.agents.load import load_agent
-from molt.algo.advantage import estimator_names
+from molt.algo.estimators import estimator_file, estimator_names, load_estimators
 from molt.config import Config
 from molt.learn import checkpoint, weights
 from molt.learn.beside import Beside, Critic, FrozenModel, frozen_path, needs_critic, needs_frozen, vocab_size
@@ -53,6 +53,8 @@ class RankSpec:
     model_path: str
     objective: str = "policy"
     """policy: learn from rollouts; supervised: learn demonstrations."""
+    estimator_file: str | None = None
+    """Agent or pipeline file that registers the run's estimator; None for a built-in one."""
 
 
 class Member:
@@ -80,7 +82,8 @@ class Member:
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=self.store, rank=spec.rank, world_size=spec.num_ranks, timeout=timeout)
         torch.manual_seed(spec.config.run.seed)
-        know_estimator(spec.config)
+        if spec.estimator_file is not None:
+            load_estimators(spec.estimator_file)
         return init_device_mesh(kind, (spec.num_ranks,))
 
     def pid(self) -> int:
@@ -197,10 +200,12 @@ class RankProcess(Member):
         return target
 
 
-def know_estimator(config: Config) -> None:
-    """Load the agent file when the estimator is one that it registers."""
-    if config.algo.advantage.estimator not in estimator_names() and config.train.agent_path is not None:
+def find_estimator(config: Config) -> str | None:
+    """The file that registers the run's estimator, for the ranks to load: the agent's, or the pipeline that runs here. None: built in."""
+    name = config.algo.advantage.estimator
+    if name not in estimator_names() and config.train.agent_path is not None:
         load_agent(config.train.agent_path)
+    return estimator_file(name)
 
 
 def set_determinism(config: Config, kind: str) -> None:

@@ -65,14 +65,14 @@ class RankGroup:
         import ray
 
         from molt.learn.beside import needs_frozen
-        from molt.learn.rank_actor import FrozenProcess, RankProcess, RankSpec, know_estimator
+        from molt.learn.rank_actor import FrozenProcess, RankProcess, RankSpec, find_estimator
 
         path = model_path or config.actor.model_name_or_path
         if path is None:
             raise SettingError("actor.model_name_or_path is missing; give a folder with a Hugging Face model and its tokenizer")
         if mode == "record" and log is None:
             raise SettingError("mode=record needs the log actor; give log=start_log_actor(...)")
-        know_estimator(config)
+        estimator = find_estimator(config)
         gpus = 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
         environment: dict[str, Any] = {}
         if gpus and config.train.deterministic:
@@ -90,6 +90,7 @@ class RankGroup:
                 num_steps=num_steps or config.train.num_steps or 1,
                 model_path=path,
                 objective=objective,
+                estimator_file=estimator,
             )
             for rank in range(config.fsdp.num_ranks)
         ]

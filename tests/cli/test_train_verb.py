@@ -164,10 +164,12 @@ def test_resume_takes_the_settings_of_the_run(inputs, tmp_path, monkeypatch, cap
     from molt.runs import create_run
     from molt.settings import resolve
 
-    run = create_run(resolve([], flags(inputs, "--run.dir", str(tmp_path / "runs"), "--run.name", "r", "--rollout.top_k", "9")))
+    run = create_run(resolve([], flags(inputs, "--run.dir", str(tmp_path / "runs"), "--run.name", "r", "--rollout.max_turns", "9")))
     copy = tmp_path / "mine.py"
-    copy.write_text("def main(config, *, resume=None):\n    print('got', config.rollout.top_k, config.rollout.top_p, resume.name)\n")
-    assert app.run(["train", "--resume", str(run.path), "--pipeline", str(copy), "--rollout.top_p", "0.5"]) == 0
+    copy.write_text(
+        "def main(config, *, resume=None):\n    print('got', config.rollout.max_turns, config.rollout.temperature, resume.name)\n"
+    )
+    assert app.run(["train", "--resume", str(run.path), "--pipeline", str(copy), "--rollout.temperature", "0.5"]) == 0
     assert "got 9 0.5 r" in capsys.readouterr().out
     assert app.run(["train", "--resume", str(run.path), "--config", "x.toml"]) == 2
 

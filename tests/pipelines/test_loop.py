@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines.conftest import World
+from tests.pipelines.conftest import ROOT, World
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
@@ -181,3 +181,21 @@ def test_estimators_with_a_model_beside_the_policy_train_and_replay(world: World
     assert missing == {"n": 0}
     replayed = world.molt("replay", world.run(estimator))
     assert replayed.returncode == 0, replayed.stdout[-3000:] + replayed.stderr[-3000:]
+
+
+def test_estimator_of_a_copied_pipeline_reaches_the_ranks(world: World, tmp_path: Path):
+    copy = tmp_path / "my_rl.py"
+    own = """
+from molt.algo.estimators import estimator
+
+
+@estimator("half_reward")
+def half_reward(inputs):
+    return inputs.returns(0.5 * inputs.reward_U)
+"""
+    copy.write_text((ROOT / "pipelines" / "rl.py").read_text() + own)
+    flags = world.flags("copied", train__num_steps=2, algo__advantage__estimator="half_reward")
+    done = world.molt("train", "--pipeline", str(copy), *flags)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert world.sql("copied", "select count(*) as n from step_trained")[0]["n"] == 2
+    world.audit("copied")
