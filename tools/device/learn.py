@@ -1,7 +1,6 @@
 """Does SmolLM2 learn sums, asynchronously, through the log: runs at once on one card, rewards with intervals, shares of tokens kept.
 
-python -m tools.device.learn --seeds 0 1 2 --train-s 330 [--rehearse]
-python -m tools.device.learn --name lags --lags 0 1 4 8 --train-s 270 [--decoupled]
+python -m tools.device.learn --runs 0:1 1:1 2:1 0:0 0:4 0:4:d 0:8 0:8:d 0:1:d 0:1:bf16 --train-s 460 [--rehearse]
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.device.parts import Child, Parts, flags, molt, parser
-from tools.device.readings import interval, refits_of, rewards_of, root_of, steps_of
+from tools.device.readings import geo_shares, interval, lag_of, refits_of, rewards_of, root_of, steps_of
 from tools.device.world import World, make_world
+from tools.plot_lag import AREAL
 
 WINDOW = 10
 """Steps in the first and in the last window."""
@@ -34,6 +34,7 @@ class Variant:
     mode: str
     band: tuple[str, str] | None
     is_decoupled: bool
+    dtype: str
 
 
 def main() -> int:
@@ -62,7 +63,11 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--temperature", type=float, default=1.0)
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
     made.add_argument("--lags", type=int, nargs="+", default=[1])
-    made.add_argument("--runs", nargs="+", default=[], metavar="SEED:LAG[:d]", help="runs one by one; d is decoupled correction")
+    made.add_argument(
+        "--runs", nargs="+", default=[], metavar="SEED:LAG[:d|bf16]", help="runs one by one; d is decoupled correction, bf16 the dtype"
+    )
+    made.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of engine and trainer")
+    made.add_argument("--workers", type=int, default=2, help="rollout workers of a run")
     made.add_argument("--decoupled", action="store_true", help="a second run of every lag above 0, with decoupled correction")
     made.add_argument("--only-decoupled", action="store_true", help="no run without it")
     made.add_argument("--level", default="token", choices=["token", "seq", "geo"])
@@ -88,15 +93,16 @@ def variants(arguments: argparse.Namespace) -> list[Variant]:
     ]
     return [
         Variant(
-            name=f"{arguments.name}-seed{seed}-lag{lag}{'-decoupled' if kind else ''}",
+            name="-".join([arguments.name, f"seed{seed}", f"lag{lag}", *("decoupled" if kind == "d" else kind for kind in kinds)]),
             seed=int(seed),
             lag=int(lag),
             level=arguments.level,
             mode=arguments.mode,
             band=None if arguments.band is None else tuple(arguments.band),
-            is_decoupled=bool(kind),
+            is_decoupled="d" in kinds,
+            dtype="bfloat16" if "bf16" in kinds else arguments.dtype,
         )
-        for seed, lag, *kind in named
+        for seed, lag, *kinds in named
     ]
 
 
@@ -109,7 +115,7 @@ def settings(arguments: argparse.Namespace, world: World, variant: Variant) -> d
         "run.name": variant.name,
         "run.seed": variant.seed,
         "actor.model_name_or_path": world.model,
-        "actor.dtype": "float32" if small else "bfloat16",
+        "actor.dtype": "float32" if small else variant.dtype,
         "actor.implementation": "hf",
         "actor.learning_rate": arguments.learning_rate,
         "data.prompt_dataset": world.prompts,
@@ -117,14 +123,15 @@ def settings(arguments: argparse.Namespace, world: World, variant: Variant) -> d
         "train.agent_path": arguments.agent or world.agent,
         "train.num_steps": 3 if small else arguments.steps,
         "train.batch_size": groups * members,
-        "train.micro_batch_tokens": 512 if small else 32768,
+        "train.micro_batch_tokens": 512 if small else 8192,
         "train.async_queue_size": variant.lag,
         "train.weights_digest_interval": 10,
         "rollout.batch_size": groups,
         "rollout.n_samples_per_prompt": members,
         "rollout.max_new_tokens": min(world.max_new_tokens, arguments.max_new_tokens),
         "rollout.temperature": arguments.temperature,
-        "rollout.max_concurrency": 16 if small else 1024,
+        "rollout.max_concurrency": 16 if small else 512,
+        "rollout.num_workers": 1 if small else arguments.workers,
         "algo.advantage.estimator": "grpo",
         "algo.advantage.is_correction_level": variant.level,
         "algo.advantage.is_correction_mode": variant.mode,
@@ -151,9 +158,11 @@ def run_all(arguments: argparse.Namespace, parts: Parts, world: World, facts: di
     """Start all runs, wait, read their logs. What ended badly is noted; the others count."""
     began = time.monotonic()
     children = {}
-    for variant in variants(arguments):
+    num_cards = cards()
+    for number, variant in enumerate(variants(arguments)):
         command = molt("train", *flags(settings(arguments, world, variant)))
-        children[variant] = Child(command, log=parts.logs / f"{variant.name}.log")
+        env = {"CUDA_VISIBLE_DEVICES": str(number % num_cards)} if num_cards else {}
+        children[variant] = Child(command, log=parts.logs / f"{variant.name}.log", env=env)
     limit_s = min(arguments.train_s, parts.left_s - 60)
     while time.monotonic() - began < limit_s and any(child.process.poll() is None for child in children.values()):
         time.sleep(1.0)
@@ -175,6 +184,13 @@ def run_all(arguments: argparse.Namespace, parts: Parts, world: World, facts: di
         raise RuntimeError("no run left a step")
 
 
+def cards() -> int:
+    """GPUs of this machine, over which the runs are dealt."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _is_due(began: float) -> bool:
     return int(time.monotonic() - began) % 30 == 0
 
@@ -191,6 +207,7 @@ def read_run(run_dir: Path, variant: Variant) -> dict[str, Any]:
     return {
         "seed": variant.seed,
         "max_lag": variant.lag,
+        "dtype": variant.dtype,
         "correction": f"{variant.level} {variant.mode}{' decoupled' if variant.is_decoupled else ''}",
         "band": variant.band,
         "num_steps": len(steps),
@@ -199,6 +216,8 @@ def read_run(run_dir: Path, variant: Variant) -> dict[str, Any]:
         "reward_first": interval(first),
         "reward_last": interval(last),
         "effective_share": sum(step["n_kept"] for step in steps) / max(1, sum(step["n_sampled"] for step in steps)),
+        "geo_share": geo_shares(run_dir, 0.99, 1.01),
+        "lag_mean": lag_of(run_dir),
         "kl_mean": math.fsum(step["kl_mean"] or 0.0 for step in steps) / len(steps),
         "train_s": interval([step["train_s"] for step in steps])["mean"],
         "wait_s": interval([step["wait_s"] for step in steps])["mean"],
@@ -212,19 +231,29 @@ def read_run(run_dir: Path, variant: Variant) -> dict[str, Any]:
 def compare(parts: Parts, facts: dict[str, Any]) -> None:
     """Over seeds: means of the windows with Student's 95 % intervals, by lag and correction."""
     runs = [run for run in parts.facts["runs"].values() if isinstance(run, dict) and "reward_last" in run]
-    for key in sorted({(run["max_lag"], run["correction"]) for run in runs}):
-        own = [run for run in runs if (run["max_lag"], run["correction"]) == key]
+    num_common = min(run["num_steps"] for run in runs)
+    facts["steps_of_all_runs"] = num_common
+    facts["published"] = {"what": "AIME24 by max lag, naive and decoupled; AReaL, its own model; the shape is what compares", **AREAL}
+    for key in sorted({(run["max_lag"], run["correction"], run["dtype"]) for run in runs}):
+        own = [run for run in runs if (run["max_lag"], run["correction"], run["dtype"]) == key]
         first, last = (over_seeds([run[name]["mean"] for run in own]) for name in ("reward_first", "reward_last"))
         share = math.fsum(run["effective_share"] for run in own) / len(own)
-        facts[f"lag {key[0]}, {key[1]}"] = {
+        at_common = [math.fsum(step[1] for step in run["steps"][:num_common][-WINDOW:]) / min(WINDOW, num_common) for run in own]
+        facts[f"lag {key[0]}, {key[1]}, {key[2]}"] = {
             "num_seeds": len(own),
             "first": first,
             "last": last,
             "gain": last["mean"] - first["mean"],
             "is_apart": first["mean"] + first["half"] < last["mean"] - last["half"],
+            "last_at_common_step": over_seeds(at_common),
             "effective_share": share,
+            "geo_share": {name: math.fsum(run["geo_share"][name] for run in own) / len(own) for name in own[0]["geo_share"]},
         }
-        print(f"lag {key[0]:2} {key[1]:24} {first['mean']:.3f} -> {last['mean']:.3f}  kept {share:.3f}  ({len(own)} seeds)", flush=True)
+        print(
+            f"lag {key[0]:2} {key[1]:24} {key[2]:9} {first['mean']:.3f} -> {last['mean']:.3f}, {sum(at_common) / len(own):.3f} at step "
+            f"{num_common}, kept {share:.3f}, geo {own[0]['geo_share']}  ({len(own)} seeds)",
+            flush=True,
+        )
 
 
 def over_seeds(means: list[float]) -> dict[str, float]:

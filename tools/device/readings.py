@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 def events_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """Bodies of all events of a kind, in order; empty when there is no log yet."""
@@ -46,6 +48,35 @@ def rewards_of(run_dir: Path) -> list[list[float]]:
         if of.get(rollout) is not None:
             by_step.setdefault(step, {})[rollout] = float(of[rollout])
     return [list(by_step[step].values()) for step in sorted(by_step)]
+
+
+def geo_shares(run_dir: Path, low: float, high: float) -> dict[str, float]:
+    """Share of sampled tokens in segments whose geometric mean ratio of trainer to engine lies in a band: of all that trained, and of
+    those sampled wholly by the version that trained, where only the kernels differ."""
+    from molt.log.reader import LogReader
+
+    cut = LogReader.open(run_dir).cut()
+    scores = cut.table("scores", ["segment_id", "policy_version", "trainer_logprobs"]).to_pylist()
+    segments = {row["segment_id"]: row for row in cut.table("segments", ["segment_id", "behaviour_logprobs", "spans"]).to_pylist()}
+    kept, every = {"all": 0, "same_version": 0}, {"all": 0, "same_version": 0}
+    for score in scores:
+        row = segments[score["segment_id"]]
+        sampled = np.repeat([span["source"] == "policy" for span in row["spans"]], [span["len"] for span in row["spans"]])
+        behaviour = np.array(row["behaviour_logprobs"], dtype=np.float64)[sampled]
+        mean = float(np.mean(np.array(score["trainer_logprobs"], dtype=np.float64) - behaviour))
+        versions = {span["policy_version"] for span in row["spans"] if span["source"] == "policy"}
+        for name in ("all", *(("same_version",) if versions == {score["policy_version"]} else ())):
+            every[name] += len(behaviour)
+            kept[name] += len(behaviour) * (math.log(low) <= mean <= math.log(high))
+    return {name: kept[name] / max(1, every[name]) for name in every}
+
+
+def lag_of(run_dir: Path) -> float:
+    """Mean lag of the consumed segments, in versions."""
+    from molt.log.reader import LogReader
+
+    lags = LogReader.open(run_dir).cut().table("consumption", ["lag"]).column("lag").drop_null().to_pylist()
+    return math.fsum(lags) / max(1, len(lags))
 
 
 def root_of(run_dir: Path) -> str | None:
