@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-Folder = Literal["schemas", "stores", "pipelines", "queries", "examples"]
+Folder = Literal["schemas", "stores", "pipelines", "queries", "examples", "recipes"]
 
 
 @cache

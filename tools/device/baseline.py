@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from molt.rollout.engine import Sampling
-from tools.device.sum_agent import SYSTEM, is_right, opening
+from examples.few_shot_sum_agent import SYSTEM, is_right, opening
 
 NUM_PROMPTS = 96
 STYLES = ("plain", "system", "shots")

@@ -59,7 +59,7 @@ def _arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--name", default="learns")
     made.add_argument("--task", default="cs_d1", help="sums, or the name of a file of prompts in the kit")
-    made.add_argument("--agent", type=Path, default=None, help="another agent than sum_agent.py")
+    made.add_argument("--agent", type=Path, default=None, help="another agent than few_shot_sum_agent.py")
     made.add_argument("--temperature", type=float, default=1.0)
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
     made.add_argument("--lags", type=int, nargs="+", default=[1])

@@ -28,7 +28,7 @@ class World:
 
 def make_world(work: Path, *, is_rehearsal: bool, task: str = "sums") -> World:
     """Make what is not there yet. task: sums, or the name of a file of prompts that came with the kit."""
-    agent = ROOT / "tools" / "device" / "sum_agent.py"
+    agent = ROOT / "examples" / "few_shot_sum_agent.py"
     prompts = work / "prompts.jsonl"
     if is_rehearsal:
         from molt.data.tiny import make_model
