@@ -204,6 +204,6 @@ def test_every_setting_is_described_once() -> None:
     assert list(flatten(Config())) == list(field_types())
 
 
-@pytest.mark.parametrize("path", sorted(folder("examples").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(folder("recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_recipe_is_in_order(path: Path) -> None:
     check(resolve([path], ["--actor.model_name_or_path", "model"]))
