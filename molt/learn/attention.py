@@ -38,6 +38,8 @@ def rows_attention(
         raise SettingError(f"attention={NAME}, it needs packed rows and no mask; call the model through molt.learn.model")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, row_lengths, scaling, sliding_window), None
+    if query.is_cuda and sliding_window is None:
+        return padded_rows(query, key, value, row_lengths, scaling), None
     outputs = [
         _one_row(q, k, v, scaling, sliding_window)
         for q, k, v in zip(query.split(row_lengths, dim=2), key.split(row_lengths, dim=2), value.split(row_lengths, dim=2), strict=True)
@@ -56,6 +58,29 @@ def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float |
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) & (distance < window)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+
+
+def padded_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scaling: float | None) -> torch.Tensor:
+    """All rows in one call, padded behind their ends, where a causal row never looks: for float32 on a GPU. Returns (1, L, H, D)."""
+    longest, groups = max(lengths), q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    place_L = padded_places(lengths, q.device)
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        rows = x.new_zeros(len(lengths) * longest, x.shape[1], x.shape[3]).index_copy(0, place_L, x[0].transpose(0, 1))
+        return rows.view(len(lengths), longest, x.shape[1], x.shape[3]).transpose(1, 2)  # (R, H, longest, D)
+
+    output = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, scale=scaling)
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, place_L)[None]
+
+
+@lru_cache(maxsize=8)
+def padded_places(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """(L,) place of each packed token among rows of equal length. Kept, since every layer of a pass asks for the same."""
+    row_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    begin_L = torch.tensor((0, *lengths[:-1])).cumsum(0)[row_L]
+    return (row_L * max(lengths) + torch.arange(len(row_L)) - begin_L).to(device)
 
 
 def _varlen(
