@@ -55,7 +55,10 @@ def vllm_environment(config: Config, *, is_cuda: bool | None = None) -> dict[str
     common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
     if is_cuda:
         # CUDA handles of a weight transfer travel to vLLM's workers inside its own serialization.
-        return {**common, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        common["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        if (config.actor.dtype if config.vllm.dtype == "auto" else config.vllm.dtype) == "float32":
+            common["TRITON_F32_DEFAULT"] = "ieee"  # Triton's own default rounds products to TF32, which the trainer does not
+        return common
     return {
         **common,
         "TORCHDYNAMO_DISABLE": "1",  # tracing would take a minute at the first request and is of no use without a compiler

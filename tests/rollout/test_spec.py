@@ -112,3 +112,9 @@ def test_what_crosses_processes_pickles() -> None:
         token_ids=ids, logprobs=np.array([-1.0, -2.0], np.float32), policy_versions=ids, kv_versions=ids, finish_reason=FinishReason.STOP
     )
     assert np.array_equal(pickle.loads(pickle.dumps(generation)).token_ids, ids)
+
+
+def test_float32_engine_on_a_gpu_multiplies_in_float32() -> None:
+    assert vllm_environment(config(), is_cuda=True)["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in vllm_environment(config(actor={"model_name_or_path": "m", "dtype": "bfloat16"}), is_cuda=True)
+    assert "TRITON_F32_DEFAULT" not in vllm_environment(config(vllm={"dtype": "bfloat16"}), is_cuda=True)
