@@ -24,6 +24,7 @@ import numpy as np
 from molt.errors import EngineError, RefitError
 from molt.rollout.engine import EngineInfo, Generation, RefitReport, Sampling, WeightSource
 from molt.rollout.vllm_calls import Call, Handler, empty_generation, to_generation
+from molt.rollout.vllm_counts import EngineCounts, stat_logger
 from molt.rollout.vllm_settings import engine_arguments
 from molt.rollout.vllm_weights import VllmWeights
 
@@ -56,7 +57,10 @@ class VllmEngine:
         num_speculative_tokens: int = 0,
         enable_sleep: bool = False,
         capture_routes: bool = False,
+        quantization: str | None = None,
+        is_counted: bool = False,
     ) -> None:
+        """quantization: "fp8" quantizes the loaded weights, on CUDA. is_counted: keep `counts`."""
         self._model_path = model_path
         self._name = name
         self._version = policy_version
@@ -81,7 +85,10 @@ class VllmEngine:
             num_speculative_tokens=num_speculative_tokens,
             enable_sleep=enable_sleep,
             capture_routes=capture_routes,
+            quantization=quantization,
         )
+        self.counts: EngineCounts | None = EngineCounts() if is_counted else None
+        self._is_speculative = num_speculative_tokens > 0
         self._llm: Any = None
         self._handler: Handler | None = None
         self._weights: VllmWeights | None = None
@@ -102,13 +109,16 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+            loggers = None if self.counts is None else [stat_logger(self.counts)]
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments), stat_loggers=loggers)
         except Exception as error:
             raise EngineError(f"engine {self._name}: vLLM does not start: {type(error).__name__}: {error}") from error
         self._handler = Handler(self._llm.engine_core)  # before the handler's task first runs
         self._weights = VllmWeights(self._llm, name=self._name, model_path=self._model_path)
         await self._weights.start()
         await self._label()
+        if self._is_speculative and not self._is_cuda:
+            await self._weights.ask("molt_mend_speculation")
         if self._capture_routes and not self._is_cuda:
             await self._weights.ask("molt_capture_routes", int(self._llm.model_config.hf_text_config.num_experts_per_tok))
         return EngineInfo(

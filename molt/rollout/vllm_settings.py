@@ -93,6 +93,7 @@ def engine_arguments(
     num_speculative_tokens: int,
     enable_sleep: bool,
     capture_routes: bool,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs."""
     arguments: dict[str, Any] = {
@@ -126,6 +127,10 @@ def engine_arguments(
         if capture_routes:
             # Routes are taken by hooks here; a prefix that is not run again would leave holes.
             arguments["enable_prefix_caching"] = False
+    if quantization is not None:
+        if not is_cuda:
+            raise SettingError(f"quantization={quantization} needs an NVIDIA GPU, there is none; leave it out")
+        arguments["quantization"] = quantization
     if num_speculative_tokens:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_speculative_tokens}
     return arguments

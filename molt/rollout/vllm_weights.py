@@ -22,7 +22,7 @@ from typing import Any
 from molt.errors import RefitError
 from molt.rollout.engine import WeightSource
 from molt.rollout.transfer import only_known
-from molt.rollout.weights import check_names, check_shapes, digest_tensors, model_digest, read_tensors, tensor_shapes
+from molt.rollout.weights import check_names, check_shapes, digest_tensors, draft_names, model_digest, read_tensors, tensor_shapes
 
 _TIED = ("lm_head.weight",)
 
@@ -45,6 +45,8 @@ class VllmWeights:
         self._digests: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._provable: set[str] = set()
+        self._draft: list[str] = []
+        """Names in the model folder that only a draft head uses: never sent, never loaded again."""
         self._is_transfer_ready = False
         self.provable_share = 0.0
         """Share of the weights' bytes that a refit compares in place."""
@@ -56,9 +58,11 @@ class VllmWeights:
 
     async def start(self) -> None:
         """Learn names, shapes and digests of the model's files, and which tensors the workers keep as they were sent."""
-        self._shapes = tensor_shapes(self._path)
-        self._digests = await asyncio.to_thread(lambda: digest_tensors(dict(read_tensors(self._path))))
-        answers = await self.ask("molt_prove", self._path)
+        shapes = tensor_shapes(self._path)
+        self._draft = sorted(draft_names(shapes, int(self._llm.model_config.hf_text_config.num_hidden_layers)))
+        self._shapes = {name: shape for name, shape in shapes.items() if name not in self._draft}
+        self._digests = await asyncio.to_thread(lambda: digest_tensors(dict(read_tensors(self._path, without=self._draft))))
+        answers = await self.ask("molt_prove", self._path, self._draft)
         self._provable = set.intersection(*(set(answer["names"]) for answer in answers))
         self.provable_share = min(float(answer["share"]) for answer in answers)
 
@@ -85,7 +89,7 @@ class VllmWeights:
         await self.ask("molt_check", path, source.digests)
         begin = time.perf_counter()
         try:
-            answers = await self.ask("molt_load", path)
+            answers = await self.ask("molt_load", path, self._draft)
             load_s = time.perf_counter() - begin
             self._compare(source, answers)
             await self._prove(path)
@@ -134,7 +138,7 @@ class VllmWeights:
 
     async def _prove(self, path: str) -> None:
         """RefitError unless each tensor that can be compared in place is there."""
-        for rank, answer in enumerate(await self.ask("molt_prove", path)):
+        for rank, answer in enumerate(await self.ask("molt_prove", path, self._draft)):
             missing = sorted(self._provable - set(answer["names"]))
             if missing:
                 raise RefitError(
@@ -144,7 +148,7 @@ class VllmWeights:
     async def _put_back(self, on_unfit: Callable[[str], None]) -> None:
         """Load the last good weights again."""
         try:
-            answers = await self.ask("molt_load", self._path)
+            answers = await self.ask("molt_load", self._path, self._draft)
             if any(answer["digests"] != self._digests for answer in answers):
                 raise RefitError(f"{self._path} no longer holds the last weights")
         except RefitError as error:

@@ -49,12 +49,12 @@ class RefitExtension:
         return {"num_tensors": sum(1 for _ in read_weights(source))}
 
     @_answered
-    def molt_load(self, path: str) -> dict[str, Any]:
-        """Load a file that was checked; answers with the digest of each tensor as it was handed to the model."""
+    def molt_load(self, path: str, without: list[str]) -> dict[str, Any]:
+        """Load a file that was checked, some tensors left out; answers with the digest of each as it was handed to the model."""
         tap = _Tap(self.model_runner.get_model())
         with tap, self._set_config():
             self._forget_packed_experts()
-            self.model_runner.reload_weights(weights_iterator=read_tensors(path))
+            self.model_runner.reload_weights(weights_iterator=read_tensors(path, without=without))
             self._mend_tied_head()
         return {"digests": tap.digests()}
 
@@ -75,20 +75,28 @@ class RefitExtension:
         return {"digests": self._molt_tap.digests()}
 
     @_answered
-    def molt_prove(self, path: str) -> dict[str, Any]:
+    def molt_prove(self, path: str, without: list[str]) -> dict[str, Any]:
         """Names of the file's tensors that the worker's parameters hold byte for byte, and the share of bytes that they are.
 
         A parameter that a kernel keeps in a layout of its own, or a shard of a tensor-parallel worker, cannot be compared this way.
         """
         parameters = dict(self.model_runner.get_model().named_parameters())
         held, size, whole = [], 0, 0
-        for name, sent in read_tensors(path):
+        for name, sent in read_tensors(path, without=without):
             num_bytes = sent.numel() * sent.element_size()
             whole += num_bytes
             if _holds(parameters, name, sent):
                 held.append(name)
                 size += num_bytes
         return {"names": held, "share": size / max(1, whole)}
+
+    @_answered
+    def molt_mend_speculation(self) -> dict[str, Any]:
+        """Give the CPU build an expansion of temperatures over drafts: its own writes integers into a copy that nobody reads (0.32)."""
+        from vllm.v1.sample import rejection_sampler
+
+        rejection_sampler.expand_batch_to_tokens = expand_to_tokens
+        return {}
 
     @_answered
     def molt_capture_routes(self, top_k: int) -> dict[str, Any]:
@@ -134,6 +142,15 @@ class RefitExtension:
                     head.weight.data.copy_(embedding.weight.data)
             if current_platform.is_cpu():
                 head.quant_method.process_weights_after_loading(head)  # packs the weight again
+
+
+def expand_to_tokens(values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> torch.Tensor:
+    """The value of each request for each of its tokens: [a, b] with ends [2, 5] is [a, a, b, b, b]; replace_from becomes replace_to."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    found = values.masked_fill(values == replace_from, replace_to) if replace_from != replace_to else values
+    expanded = found.repeat_interleave(counts.long())
+    assert len(expanded) == num_tokens, f"{len(expanded)} values for {num_tokens} tokens"
+    return expanded
 
 
 class _Tap:

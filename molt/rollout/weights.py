@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def _tied_last(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """State in checkpoint order, with the names that are tied to others (an output head) at the end."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     return sorted(model.state_dict().items(), key=lambda item: item[0] in tied)
+
+
+_DRAFT = re.compile(r"(^|\.)(mtp|mtp_layers)\.")
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+
+
+def draft_names(names: Iterable[str], num_layers: int) -> set[str]:
+    """Tensors of a checkpoint that only a multi-token-prediction head uses: named for it, or of a layer beyond the model's last.
+
+    No trainer has them, so no refit brings them: a draft head stays as it was loaded.
+    """
+    layers = {name: _LAYER.search(name) for name in names}
+    return {name for name, layer in layers.items() if _DRAFT.search(name) or (layer is not None and int(layer[2]) >= num_layers)}
 
 
 def size_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -129,7 +143,7 @@ def read_weights(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         raise RefitError(f"weights of version {source.policy_version} cannot be read from {source.path}: {error}") from error
 
 
-def read_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(path: str, *, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a safetensors file, or of all of a model folder, in stored order and without comparing digests."""
     from safetensors import safe_open
 
@@ -137,7 +151,8 @@ def read_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, stored.get_tensor(name)
+                if name not in without:
+                    yield name, stored.get_tensor(name)
 
 
 def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -56,3 +56,12 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-moe")
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random MiMo: 2 layers, hidden 128, vocabulary 300, and a draft head that guesses about 3 of 4 tokens right."""
+    from tools.device.models import make_mtp_model
+
+    folder = tmp_path_factory.mktemp("tiny-mtp")
+    return make_mtp_model(folder, hidden_size=128, num_layers=2, vocab_size=300, dtype="float32")

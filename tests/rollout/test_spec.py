@@ -82,6 +82,15 @@ def test_what_needs_a_gpu_is_refused_without_one(key: str, value: object) -> Non
         vllm_options(config(vllm={key: value}), is_cuda=False)
 
 
+def test_quantization_needs_a_gpu_and_reaches_vllm_there() -> None:
+    options = {is_cuda: vllm_options(config(), is_cuda=is_cuda) | {"quantization": "fp8"} for is_cuda in (False, True)}
+    for one in options.values():
+        one.pop("kv_on_refit")
+    assert engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options[True])["quantization"] == "fp8"
+    with pytest.raises(SettingError, match="quantization=fp8 needs an NVIDIA GPU"):
+        engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options[False])
+
+
 def test_what_crosses_processes_pickles() -> None:
     prompt = Prompt(prompt_id="x", prompt_index=0, messages=({"role": "user", "content": "hi"},))
     group = GroupTask(group_id="e0-p0", epoch=0, order_index=0, prompt=prompt, group_size=2, members=(0, 1))

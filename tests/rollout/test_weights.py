@@ -14,8 +14,10 @@ from molt.rollout import weights
 from molt.rollout.weights import (
     check_names,
     check_shapes,
+    draft_names,
     model_digest,
     named_weights,
+    read_tensors,
     read_weights,
     remove_weights,
     tensor_digest,
@@ -101,3 +103,21 @@ def test_names_are_those_of_the_checkpoint(tiny_dense: Path, tiny_moe: Path) -> 
         model = AutoModelForCausalLM.from_pretrained(folder)
         stored = tensor_shapes(str(folder))
         assert {name: tuple(tensor.shape) for name, tensor in named_weights(model).items()} == stored
+
+
+def test_draft_heads_are_known_by_their_names() -> None:
+    names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.2.eh_proj.weight",  # DeepSeek and GLM: the layer after the last
+        "model.mtp_layers.0.input_proj.weight",  # MiMo
+        "mtp.fc.weight",  # Qwen3-Next
+        "lm_head.weight",
+    ]
+    assert draft_names(names, 2) == {"model.layers.2.eh_proj.weight", "model.mtp_layers.0.input_proj.weight", "mtp.fc.weight"}
+
+
+def test_tensors_can_be_left_out_of_a_file(tmp_path: Path) -> None:
+    source = write_weights({"a": torch.ones(2), "mtp.b": torch.ones(3)}, policy_version=1, folder=tmp_path)
+    assert [name for name, _ in read_tensors(str(source.path), without=["mtp.b"])] == ["a"]
