@@ -45,6 +45,8 @@ class RouteSlot:
         self.num_experts = num_experts
         self.top_k = top_k
         self.target_LK: torch.Tensor | None = None
+        self.is_replayed = True
+        """False: the engine's experts are compared with the live ones, which stay."""
         self.counts = RouteCounts()
 
     def apply(self, live_LK: torch.Tensor) -> torch.Tensor:
@@ -57,6 +59,8 @@ class RouteSlot:
         is_shared_LK = (self.target_LK[:, :, None] == live_LK[:, None, :]).any(-1)
         self.counts.n_replayed += int(is_known_L.sum())
         self.counts.overlap += float(is_shared_LK[is_known_L].double().sum()) / self.top_k
+        if not self.is_replayed:
+            return live_LK
         return torch.where(is_known_L[:, None], self.target_LK.to(live_LK.dtype), live_LK)
 
 
@@ -101,6 +105,11 @@ class Routes:
         """Choose these experts in every forward and backward pass until the next call; None is live routing."""
         for layer, slot in enumerate(self.slots):
             slot.target_LK = None if routes_LMK is None else routes_LMK[:, layer].long()
+
+    def observe(self, *, is_replayed: bool) -> None:
+        """Whether what is laid is taken, or only compared with the live choice."""
+        for slot in self.slots:
+            slot.is_replayed = is_replayed
 
     def take_counts(self) -> list[RouteCounts]:
         """Counts of each layer since the last call."""

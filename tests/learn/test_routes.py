@@ -58,6 +58,22 @@ def test_replaying_what_the_router_would_choose_changes_nothing(moe: Path) -> No
     assert all(c.n_replayed == sum(map(len, ids)) and c.overlap == c.n_replayed for c in counts)
 
 
+def test_observed_routes_are_compared_and_change_nothing(moe: Path) -> None:
+    rows = make_rows(2)
+    ids, masks = [r.token_ids for r in rows], [r.is_sampled for r in rows]
+    scorer = scorer_of(moe)
+    live = scorer(pack(ids, masks))[0].detach()
+    assert scorer.routes is not None
+    scorer.routes.take_counts()
+    scorer.routes.observe(is_replayed=False)
+    # One of the two experts of every token is another: half of them agree.
+    other = live_routes(moe, rows)[0].copy()
+    other[..., 1] = [[next(e for e in range(NUM_EXPERTS) if e not in layer) for layer in token] for token in other.tolist()]
+    observed = scorer(pack(ids, masks, routes=[other, None]))[0].detach()
+    assert torch.equal(live, observed)
+    assert [c.overlap / c.n_replayed for c in scorer.routes.take_counts()] == [0.5] * NUM_LAYERS
+
+
 def test_other_experts_give_other_log_probs_and_unknown_rows_stay_live(moe: Path) -> None:
     rows = make_rows(2)
     ids, masks = [r.token_ids for r in rows], [r.is_sampled for r in rows]

@@ -1,7 +1,7 @@
 """Random models for the device programs, made in seconds where they are needed: a mixture of experts, and one with a head for speculation.
 
     make_dense_model(folder, ...)                                  Qwen3 of the 0.6B's shape: bytes to move and layers to train
-    make_moe_model(folder, hidden_size=1024, num_layers=6, ...)    Qwen3-MoE: routing that is neither even nor fixed, logits that are not flat
+    make_moe_model(folder, hidden_size=1024, num_layers=6, ...)    Qwen3-MoE: routing neither even nor fixed, logits that are not flat
     make_mtp_model(folder, hidden_size=1024, num_layers=12, ...)   MiMo: a Qwen2 with one multi-token-prediction layer that guesses right
                                                                    about as often as `agreement` says
 
