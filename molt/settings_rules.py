@@ -16,7 +16,7 @@ GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 
 def check(config: Config) -> None:
     """Refuse settings that contradict each other. Every finding is a line of one SettingError."""
-    findings = [*_batches(config), *_staleness(config), *_algorithm(config), *_idle(config), *_mesh(config)]
+    findings = [*_batches(config), *_staleness(config), *_algorithm(config), *_engine(config), *_idle(config), *_mesh(config)]
     if findings:
         raise SettingError("\n".join(findings))
 
@@ -91,6 +91,14 @@ def _algorithm(config: Config) -> Iterator[str]:
     if config.actor.min_learning_rate > config.actor.learning_rate:
         yield (
             f"actor.min_learning_rate={config.actor.min_learning_rate} is above actor.learning_rate={config.actor.learning_rate}; lower it"
+        )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    if config.train.routing_replay and config.vllm.num_speculative_tokens:
+        yield (
+            f"vllm.num_speculative_tokens={config.vllm.num_speculative_tokens} with train.routing_replay=true: rejected drafts pass "
+            "through the experts too, so a token could get their routes; set num_speculative_tokens to 0 or routing_replay to false"
         )
 
 
