@@ -183,6 +183,7 @@ def test_defaults_are_in_order() -> None:
         (["--vllm.engine", "vllm", "--vllm.compile", "false", "--vllm.enforce_eager"], "vllm.compile=False does nothing"),
         (["--actor.moe_router_dtype", "float32"], "actor.moe_router_dtype=float32 does nothing with actor.dtype=float32"),
         (["--reference.placement", "apart"], "reference.placement=apart does nothing"),
+        (["--vllm.num_speculative_tokens", "2", "--train.routing_replay"], "rejected drafts pass through the experts"),
         (["--vllm.kv_on_refit", "keep"], "does nothing with train.partial_rollout_enable=false"),
         (["--fsdp.tp_size", "2"], "fsdp.num_ranks=1 needs to be a multiple of fsdp.tp_size=2"),
         (["--fsdp.ep_size", "2"], "fsdp.ep_size=2 needs to divide fsdp.num_ranks=1"),
