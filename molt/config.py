@@ -234,11 +234,27 @@ class FsdpSettings(Room):
     """How the policy is spread."""
 
     num_ranks: int = Field(1, gt=0)
+    """Trainer ranks, a GPU each: replicas x shards x cp_size x tp_size."""
     tp_size: int = Field(1, gt=0)
+    """Ranks that share every layer of the same tokens."""
     ep_size: int = Field(1, gt=0)
+    """Ranks that share the experts; each has other tokens."""
     cp_size: int = Field(1, gt=0)
+    """Ranks that share the tokens of the same rows."""
+    replicas: int = Field(1, gt=0)
+    """Copies of the sharded weights; ranks of one copy are best on one host."""
     offload: Literal["none", "optimizer", "full"] = "none"
     attn_implementation: Literal["sdpa", "eager", "te", "flash_attention_2", "flex"] = "sdpa"
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that read the same rows."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def num_shards(self) -> int:
+        """Data shards: how many parts a step plan has."""
+        return self.num_ranks // self.group_size
 
 
 class PlacementSettings(Room):

@@ -9,6 +9,8 @@ from typing import Any
 from molt.algo.rules import check_algo
 from molt.config import Config, Room
 from molt.errors import SettingError
+from molt.layout_rules import layout_findings, model_findings
+from molt.model_shape import ModelShape
 
 GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 """Estimators that compare the rollouts of one group; with one rollout in it every advantage is 0."""
@@ -155,20 +157,8 @@ def _idle_engine(config: Config) -> Iterator[str]:
 
 
 def _mesh(config: Config) -> Iterator[str]:
+    yield from layout_findings(config)
     fsdp = config.fsdp
-    if fsdp.num_ranks % (fsdp.tp_size * fsdp.cp_size):
-        yield (
-            f"fsdp.num_ranks={fsdp.num_ranks} needs to be a multiple of fsdp.tp_size={fsdp.tp_size} x fsdp.cp_size={fsdp.cp_size}; "
-            f"set it to {fsdp.tp_size * fsdp.cp_size}"
-        )
-    if fsdp.num_ranks % fsdp.ep_size:
-        yield f"fsdp.ep_size={fsdp.ep_size} needs to divide fsdp.num_ranks={fsdp.num_ranks}; set fsdp.num_ranks={fsdp.ep_size}"
-    for name in ("tp_size", "ep_size", "cp_size"):
-        if getattr(fsdp, name) > 1 and config.actor.implementation == "hf":
-            yield (
-                f"fsdp.{name}={getattr(fsdp, name)} needs actor.implementation=automodel, got hf; "
-                f"set actor.implementation=automodel or fsdp.{name}=1"
-            )
     if fsdp.attn_implementation == "te" and config.actor.implementation == "hf":
         yield (
             "fsdp.attn_implementation=te needs actor.implementation=automodel, got hf; "
@@ -188,6 +178,8 @@ def _model_folder(config: Config) -> Iterator[str]:
         yield f"actor.model_name_or_path={path}, it holds no config.json; give a folder with a Hugging Face model"
     elif not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")):
         yield f"actor.model_name_or_path={path}, it holds no tokenizer; save the tokenizer of the model into that folder"
+    else:
+        yield from model_findings(config, ModelShape.read(folder))
 
 
 def _files(config: Config) -> Iterator[str]:

@@ -42,7 +42,7 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                 async with alongside(leader.feed()):
                     while step < num_steps and not stopper.is_draining:
                         began = time.monotonic()
-                        plan = await leader.next_plan(step, num_ranks=config.fsdp.num_ranks, is_stopped=lambda: stopper.is_draining)
+                        plan = await leader.next_plan(step, num_ranks=config.fsdp.num_shards, is_stopped=lambda: stopper.is_draining)
                         if plan is None:
                             break
                         await train_step(house, leader, progress, plan, clock, wait_s=time.monotonic() - began)

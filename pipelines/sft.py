@@ -237,7 +237,7 @@ def plan_for(school: School, conversations: Demonstrations, places: range | list
         step=step,
         seed=school.config.run.seed,
         cursor=school.cursor,
-        num_ranks=school.config.fsdp.num_ranks,
+        num_ranks=school.config.fsdp.num_shards,
         micro_batch_tokens=school.config.train.micro_batch_tokens,
         policy_version=step,
     )

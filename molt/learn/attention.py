@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from molt.errors import SettingError
+from molt.learn.context import Slice
 
 NAME = "molt_rows"
 """Under this name transformers builds no mask and calls rows_attention with the row lengths that the forward was given."""
@@ -28,35 +29,43 @@ def rows_attention(
     attention_mask: torch.Tensor | None,
     *,
     row_lengths: tuple[int, ...] | None = None,
+    slice_of: Slice | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D)."""
+    """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D).
+
+    slice_of: these are one slice of the tokens; keys and values of the others are fetched.
+    """
     if row_lengths is None or attention_mask is not None:
         raise SettingError(f"attention={NAME}, it needs packed rows and no mask; call the model through molt.learn.model")
+    key_lengths = row_lengths
+    if slice_of is not None:
+        key, value = slice_of.keys(key, value)
+        key_lengths = slice_of.key_lengths
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, row_lengths, scaling, sliding_window), None
-    if query.is_cuda and sliding_window is None:
+        return _varlen(query, key, value, row_lengths, key_lengths, scaling, sliding_window), None
+    if query.is_cuda and slice_of is None and sliding_window is None:
         return padded_rows(query, key, value, row_lengths, scaling), None
     outputs = [
         _one_row(q, k, v, scaling, sliding_window)
-        for q, k, v in zip(query.split(row_lengths, dim=2), key.split(row_lengths, dim=2), value.split(row_lengths, dim=2), strict=True)
+        for q, k, v in zip(query.split(row_lengths, dim=2), key.split(key_lengths, dim=2), value.split(key_lengths, dim=2), strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None) -> torch.Tensor:
-    """One row alone: (1, H, l, D)."""
-    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    """One row alone, or its last queries with all keys before them: (1, H, l, D)."""
+    num_queries, num_keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     mask = None
-    if window is not None and window < length:
-        place = torch.arange(length, device=q.device)
-        distance = place[:, None] - place[None, :]
-        mask = (distance >= 0) & (distance < window)
+    if num_queries < num_keys or (window is not None and window < num_keys):
+        place = torch.arange(num_keys, device=q.device)
+        distance = place[num_keys - num_queries :, None] - place[None, :]
+        mask = (distance >= 0) & (distance < (num_keys if window is None else window))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
 
 
@@ -84,9 +93,15 @@ def padded_places(lengths: tuple[int, ...], device: torch.device) -> torch.Tenso
 
 
 def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
-    """All rows in one kernel: torch's own variable-length flash attention. Returns (1, L, H, D)."""
+    """All rows in one kernel: torch's own variable-length flash attention, causal from the ends of rows. Returns (1, L, H, D)."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = q.shape[1] // k.shape[1]
@@ -95,11 +110,10 @@ def _varlen(
     natural = q.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - natural) > 1e-9:
         q = q * (scaling / natural)  # older kernels know the natural scale only
-    bounds = row_bounds(lengths, q.device)
+    bounds, key_bounds = row_bounds(lengths, q.device), row_bounds(key_lengths, q.device)
     left = -1 if window is None else window - 1
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (L, H, D)
-    longest = max(lengths)
-    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(left, 0))
+    output = varlen_attn(q, k, v, bounds, key_bounds, max(lengths), max(key_lengths), window_size=(left, 0))
     assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
     return output[None]
 

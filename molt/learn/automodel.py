@@ -3,7 +3,8 @@
 sizes                     who shards
 tp = ep = cp = 1          molt.learn.policy.shard: fully_shard with the bf16 policy, at one rank too
 ep > 1                    AutoModel's DistributedSetup (experts over ranks, the rest by FSDP2 with the same policy)
-tp > 1, cp > 1            refused: a plan gives every rank its own rows, ranks that share rows need plans by group
+cp > 1                    both as above: slices are cut by molt.learn.context and AutoModel sees ranks with other tokens
+tp > 1                    refused: its plans leave experts whole and scale their gradients afterwards; take the Hugging Face class
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
 from molt.learn import attention
+from molt.learn.context import Slice
 
 ATTENTION = {"sdpa": "sdpa", "te": "te", "flex": "flex"}
 """fsdp.attn_implementation to AutoModel's backend; sdpa means the row-wise attention of molt.learn.attention."""
@@ -58,12 +60,11 @@ def check(fsdp: FsdpSettings) -> None:
     """SettingError for sizes, attention or an installation that this seam does not have."""
     if not is_installed():
         raise SettingError("actor.implementation=automodel, the package nemo-automodel is not installed; install molt-log[gpu] or set hf")
-    for name in ("tp_size", "cp_size"):
-        if getattr(fsdp, name) > 1:
-            raise SettingError(
-                f"fsdp.{name}={getattr(fsdp, name)}, a step plan gives every rank rows of its own, and the ranks of one such group would "
-                f"have to share theirs; set fsdp.{name}=1 and spread over fsdp.num_ranks or fsdp.ep_size"
-            )
+    if fsdp.tp_size > 1:
+        raise SettingError(
+            f"fsdp.tp_size={fsdp.tp_size} with actor.implementation=automodel, tensor parallelism is that of the Hugging Face class; "
+            "set actor.implementation=hf, or fsdp.tp_size=1"
+        )
     if fsdp.attn_implementation not in ATTENTION:
         raise SettingError(
             f"fsdp.attn_implementation={fsdp.attn_implementation}, AutoModel has {', '.join(ATTENTION)} for packed rows; "
@@ -98,7 +99,7 @@ def _setup(actor: ActorSettings, fsdp: FsdpSettings) -> Any:
     )
     return DistributedSetup.build(
         FSDP2Config(mp_policy=precision, defer_fsdp_grad_sync=False),
-        parallelism_sizes=ParallelismSizes(ep_size=fsdp.ep_size),
+        parallelism_sizes=ParallelismSizes(ep_size=fsdp.ep_size, dp_replicate_size=fsdp.replicas if fsdp.replicas > 1 else None),
         activation_checkpointing=actor.gradient_checkpointing,
     )
 
@@ -119,6 +120,7 @@ class RowBounds:
 
     def __init__(self) -> None:
         self.row_lengths: tuple[int, ...] | None = None
+        self.slice_of: Slice | None = None
 
 
 class RowsFunction:
@@ -130,5 +132,8 @@ class RowsFunction:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
         """Causal attention inside each row."""
-        output, _ = attention.rows_attention(nn.Identity(), q, k, v, None, row_lengths=self.bounds.row_lengths, scaling=self.scaling)
+        bounds = self.bounds
+        output, _ = attention.rows_attention(
+            nn.Identity(), q, k, v, None, row_lengths=bounds.row_lengths, slice_of=bounds.slice_of, scaling=self.scaling
+        )
         return output.transpose(1, 2)

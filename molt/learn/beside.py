@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from molt.algo.advantage import get_estimator
 from molt.algo.value import value_loss
 from molt.config import ActorSettings, Config
 from molt.errors import NonFiniteError, SettingError
+from molt.learn.mesh import RankMesh
 from molt.learn.model import TokenScorer, TokenValuer, load_model
-from molt.learn.policy import Policy, Update, device_of, shard
+from molt.learn.policy import Policy, Update, shard
 from molt.learn.rows import MicroBatch
 from molt.learn.step import Step
 
@@ -47,7 +47,7 @@ def frozen_path(config: Config, actor_path: str) -> str:
 class FrozenModel:
     """A sharded model that never learns: log-probs of the sampled tokens, no graph, no optimizer."""
 
-    def __init__(self, path: str, config: Config, mesh: DeviceMesh, *, num_entries: int | None = None) -> None:
+    def __init__(self, path: str, config: Config, mesh: RankMesh, *, num_entries: int | None = None) -> None:
         """num_entries: of the vocabulary of the policy, to be compared; another vocabulary would score other tokens."""
         actor = config.actor.model_copy(update={"gradient_checkpointing": False, "freeze_moe_router": False})
         fsdp = config.fsdp.model_copy(update={"offload": "full" if config.reference.offload else "none"})
@@ -57,7 +57,7 @@ class FrozenModel:
             raise SettingError(
                 f"reference.model_name_or_path={path}, its vocabulary has {own} entries, the policy's {num_entries}; they must share it"
             )
-        self.device = device_of(mesh)
+        self.device = mesh.device
         self.scorer: Any = shard(scorer.requires_grad_(False), actor, fsdp, mesh)
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class FrozenModel:
 class Critic:
     """The value model under its own optimizer. Its value of a token is that of the state before the token was sampled."""
 
-    def __init__(self, config: Config, mesh: DeviceMesh, *, actor_path: str, num_steps: int) -> None:
+    def __init__(self, config: Config, mesh: RankMesh, *, actor_path: str, num_steps: int) -> None:
         self.config = config
         path = config.critic.model_name_or_path or actor_path
         settings = _critic_settings(config)

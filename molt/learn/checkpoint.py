@@ -3,7 +3,7 @@
     write  into .partial-step-N  ->  fsync  ->  rename to step-N  ->  complete.json (last, by rename)
     find   the newest folder whose complete.json lists files that are all there in full size; others are passed over with a note
 
-The state itself is torch's distributed checkpoint, so another number of ranks can load it.
+The state itself is torch's distributed checkpoint, so another number of ranks, spread in another way, can load it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -31,6 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
 from molt.errors import DataError
 from molt.learn.policy import Policy
 
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Moments and their settings by parameter: another layout has other groups of parameters."""
 MARKER = "complete.json"
 POSITION = "position.json"
 note = structlog.get_logger("molt.learn.checkpoint")
@@ -93,7 +96,7 @@ def _load_state(folder: Path, policies: dict[str, Policy], position: Position) -
         policy.num_updates = position.num_updates[name]
         policy.revision += 1
         if "optimizer" in state[name]:
-            set_optimizer_state_dict(policy.scorer, policy.optimizer, state[name]["optimizer"])
+            set_optimizer_state_dict(policy.scorer, policy.optimizer, state[name]["optimizer"], options=BY_NAME)
     if has_rng:
         _set_rng(rng)
 
@@ -154,7 +157,7 @@ def _state(policies: dict[str, Policy], num_updates: dict[str, int] | None = Non
         state[name] = {"model": get_model_state_dict(policy.scorer)}
         # An optimizer that never stepped has no state; asking for it would make one and count it as a step.
         if (policy.num_updates if num_updates is None else num_updates[name]) > 0:
-            state[name]["optimizer"] = get_optimizer_state_dict(policy.scorer, policy.optimizer)
+            state[name]["optimizer"] = get_optimizer_state_dict(policy.scorer, policy.optimizer, options=BY_NAME)
     return state
 
 

@@ -1,11 +1,16 @@
 """Log-probs and entropies of sampled tokens in chunks: the vocabulary is never held for a whole batch.
 
-Axes: N sampled tokens, D hidden size, V vocabulary. Logits are divided by the temperature in float32, whatever the model's dtype.
+Under tensor parallelism each rank has a part of the vocabulary; ranks exchange maxima and sums of a chunk, never its logits.
+Axes: N sampled tokens, D hidden size, V vocabulary (of this rank). Logits are divided by the temperature in float32, whatever the
+model's dtype.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 
 CHUNK_FLOATS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Largest (chunk, V) float32 block: 32 MiB on the CPU; 512 MiB on a GPU, where small blocks are launches and little else."""
@@ -19,21 +24,42 @@ def chunk_size(vocab_size: int, device_type: str = "cpu") -> int:
     return max(1, CHUNK_FLOATS[device_type] // vocab_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Which entries this rank has: all of them without a group, else an equal share in rank order."""
+
+    group: dist.ProcessGroup | None = None
+
+    def own(self, target_c: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Targets as places among this rank's entries, 0 where another rank has them, and 1.0 where this one does."""
+        place_c = target_c if self.group is None else target_c - size * dist.get_rank(self.group)
+        is_own_c = (place_c >= 0) & (place_c < size)
+        return torch.where(is_own_c, place_c, 0), is_own_c.float()
+
+    def reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """The same over all ranks' entries."""
+        if self.group is not None:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+
 class _HeadLogprobs(torch.autograd.Function):
     """hidden_ND, weight_VD -> log-prob and entropy of each target. Few log-probs are kept for the backward pass, many made again."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy, vocabulary):  # type: ignore[no-untyped-def]
+        ctx.vocabulary = vocabulary
         logprobs_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
         entropy_N = torch.zeros_like(logprobs_N)
         kept: list[torch.Tensor] | None = [] if len(target_N) * weight_VD.shape[0] <= KEPT_FLOATS[weight_VD.device.type] else None
         for span in _spans(len(target_N), weight_VD):
-            logp = _all_logprobs(hidden_ND[span], weight_VD, bias_V, temperature_N[span])  # (c, V)
+            logp = _all_logprobs(hidden_ND[span], weight_VD, bias_V, temperature_N[span], vocabulary)  # (c, V)
             if kept is not None:
                 kept.append(logp)
-            logprobs_N[span] = logp.gather(1, target_N[span, None])[:, 0]
+            place, is_own = vocabulary.own(target_N[span], weight_VD.shape[0])
+            logprobs_N[span] = vocabulary.reduce(logp.gather(1, place[:, None])[:, 0] * is_own)
             if wants_entropy:
-                entropy_N[span] = -(logp.exp() * logp).sum(-1)
+                entropy_N[span] = -vocabulary.reduce((logp.exp() * logp).sum(-1))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N)
         ctx.kept = kept
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward pass
@@ -49,12 +75,13 @@ class _HeadLogprobs(torch.autograd.Function):
             if ctx.kept is not None:
                 logp = ctx.kept[number]
             else:
-                logp = _all_logprobs(hidden_ND[span], weight_VD, bias_V, temperature_N[span])
+                logp = _all_logprobs(hidden_ND[span], weight_VD, bias_V, temperature_N[span], ctx.vocabulary)
             p = logp.exp()
             grad = torch.zeros_like(p)
             if grad_logp_N is not None:  # d logp_target / d logits = onehot - p
                 torch.mul(p, -grad_logp_N[span, None], out=grad)
-                grad.scatter_add_(1, target_N[span, None], grad_logp_N[span, None])
+                place, is_own = ctx.vocabulary.own(target_N[span], weight_VD.shape[0])
+                grad.scatter_add_(1, place[:, None], (grad_logp_N[span] * is_own)[:, None])
             if grad_entropy_N is not None:  # d H / d logits = -p (logp + H)
                 grad -= grad_entropy_N[span, None] * p * (logp + entropy_N[span, None])
             grad = grad.div_(temperature_N[span, None]).to(hidden_ND.dtype)
@@ -66,9 +93,10 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_bias += grad.float().sum(0)
         ctx.kept = None
         return (
-            grad_hidden,
+            None if grad_hidden is None else ctx.vocabulary.reduce(grad_hidden),
             None if grad_weight is None else grad_weight.to(weight_VD.dtype),
             None if grad_bias is None else grad_bias.to(bias_V.dtype),
+            None,
             None,
             None,
             None,
@@ -83,9 +111,13 @@ def head_logprobs(
     temperature_N: torch.Tensor,
     *,
     wants_entropy: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target under softmax(logits / temperature), and the entropy there (zeros when not wanted). Both (N,) float32."""
-    return _HeadLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy)
+    """Log-prob of each target under softmax(logits / temperature), and the entropy there (zeros when not wanted). Both (N,) float32.
+
+    group: ranks that share the vocabulary; every one has the same hidden states, and its own rows of the weight.
+    """
+    return _HeadLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy, Vocabulary(group))
 
 
 def logits_logprobs(logits_NV: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,10 +128,14 @@ def logits_logprobs(logits_NV: torch.Tensor, target_N: torch.Tensor, temperature
 
 
 def _all_logprobs(
-    hidden_cD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, temperature_c: torch.Tensor
+    hidden_cD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, temperature_c: torch.Tensor, vocabulary: Vocabulary
 ) -> torch.Tensor:
-    """(c, V) float32: log-probs of the whole vocabulary."""
-    return torch.log_softmax(_logits(hidden_cD, weight_VD, bias_V, temperature_c), dim=-1)
+    """(c, V) float32: log-probs of the whole vocabulary, or of this rank's entries of it."""
+    logits = _logits(hidden_cD, weight_VD, bias_V, temperature_c)
+    if vocabulary.group is None:
+        return torch.log_softmax(logits, dim=-1)
+    logits -= vocabulary.reduce(logits.max(-1).values, dist.ReduceOp.MAX)[:, None]
+    return logits - vocabulary.reduce(logits.exp().sum(-1)).log()[:, None]
 
 
 def _logits(hidden_cD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, temperature_c: torch.Tensor) -> torch.Tensor:

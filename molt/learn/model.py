@@ -18,9 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
 from molt.learn import attention, automodel
+from molt.learn.context import Cut, cut
 from molt.learn.logprob import head_logprobs, logits_logprobs
+from molt.learn.mesh import RankMesh
 from molt.learn.packing import Packed
 from molt.learn.routes import Routes
+from molt.learn.tensor_parallel import local_head
 
 
 class TokenScorer(nn.Module):
@@ -35,6 +38,8 @@ class TokenScorer(nn.Module):
         self.attention_name = attention_name
         # By name, so that a driver which only knows of ranks does not import transformers.
         self.takes_cache = any(base.__name__ == "PreTrainedModel" for base in type(lm).__mro__)
+        self.mesh: RankMesh | None = None
+        """How the model is spread, once it is."""
         self.routes: Routes | None = None
         """Routing replay, where it is on."""
         head = lm.get_output_embeddings()
@@ -43,15 +48,30 @@ class TokenScorer(nn.Module):
 
     def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probs and (N,) entropies, nats, float32; the entropies are zeros unless wanted."""
-        inputs = self.inputs(packed)
+        part = self.cut(packed)
+        if part is None:
+            return self._own(packed, None, wants_entropy)
+        logprobs_n, entropy_n = self._own(part.packed, part, wants_entropy)
+        logprobs_N = part.gather(logprobs_n)
+        return logprobs_N, part.gather(entropy_n) if wants_entropy else torch.zeros_like(logprobs_N)
+
+    def cut(self, packed: Packed) -> Cut | None:
+        """The slice of this rank under context parallelism; None without it."""
+        return None if self.mesh is None or self.mesh.cp is None else cut(packed, self.mesh.cp)
+
+    def _own(self, packed: Packed, part: Cut | None, wants_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the tokens that this rank computes."""
+        inputs = self.inputs(packed, part)
         if self.routes is not None:
             self.routes.lay(packed.routes_LMK)
         if not self.has_plain_head:
             logits_NV = self.lm(**inputs, logits_to_keep=packed.index_N).logits.reshape(len(packed.index_N), -1)
             return logits_logprobs(logits_NV, packed.target_N, packed.temperature_N)
         hidden_ND = self.hidden(inputs)[packed.index_N]
-        head = self.lm.get_output_embeddings()
-        return head_logprobs(hidden_ND, head.weight, head.bias, packed.target_N, packed.temperature_N, wants_entropy=wants_entropy)
+        tp = None if self.mesh is None else self.mesh.tp
+        weight, bias = local_head(self.lm.get_output_embeddings(), tp)
+        group = None if tp is None else tp.get_group()
+        return head_logprobs(hidden_ND, weight, bias, packed.target_N, packed.temperature_N, wants_entropy=wants_entropy, group=group)
 
     def hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Last hidden states of packed rows. # (L, D)"""
@@ -60,19 +80,19 @@ class TokenScorer(nn.Module):
         hidden = output if isinstance(output, torch.Tensor) else output.last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def inputs(self, packed: Packed) -> dict[str, Any]:
-        """Arguments of the language model for packed rows."""
+    def inputs(self, packed: Packed, part: Cut | None = None) -> dict[str, Any]:
+        """Arguments of the language model for packed rows, or for a slice of them."""
         if (bounds := getattr(self.lm, "row_bounds", None)) is not None:
-            bounds.row_lengths = packed.row_lengths
+            bounds.row_lengths, bounds.slice_of = packed.row_lengths, None if part is None else part.own
         inputs: dict[str, Any] = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
         if self.takes_cache:
             inputs["use_cache"] = False
-        return inputs | self._attention_inputs(packed)
+        return inputs | self._attention_inputs(packed, part)
 
-    def _attention_inputs(self, packed: Packed) -> dict[str, Any]:
+    def _attention_inputs(self, packed: Packed, part: Cut | None) -> dict[str, Any]:
         """What the attention needs to keep rows apart."""
         if self.attention_name == attention.NAME:
-            return {"row_lengths": packed.row_lengths}
+            return {"row_lengths": packed.row_lengths, **({} if part is None else {"slice_of": part.own})}
         if self.attention_name == "eager":
             return {"attention_mask": attention.block_causal_mask(packed.row_lengths, packed.input_ids.device, self.dtype)}
         if self.attention_name.startswith("flex"):
@@ -106,8 +126,11 @@ class TokenValuer(nn.Module):
 
     def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) values and (N,) zeros, float32."""
-        hidden_ND = self.scorer.hidden(self.scorer.inputs(packed))[packed.index_N]
+        part = self.scorer.cut(packed)
+        own = packed if part is None else part.packed
+        hidden_ND = self.scorer.hidden(self.scorer.inputs(own, part))[own.index_N]
         values_N = self.value_head(hidden_ND)[:, 0].float()
+        values_N = values_N if part is None else part.gather(values_N)
         return values_N, torch.zeros_like(values_N)
 
 
@@ -119,7 +142,7 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScor
     hf_logging.disable_progress_bar()
     if not (Path(path) / "config.json").is_file():
         raise SettingError(f"actor.model_name_or_path={path}, it holds no config.json; give a folder with a Hugging Face model")
-    if uses_automodel(actor):
+    if uses_automodel(actor, fsdp):
         lm, name = automodel.load_automodel(path, actor, fsdp)
         prepare(lm, actor)
         return TokenScorer(lm, attention_name=name)
@@ -135,10 +158,10 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScor
     return TokenScorer(lm, attention_name=name)
 
 
-def uses_automodel(actor: ActorSettings) -> bool:
-    """Whether NeMo AutoModel makes the policy: where it is asked for, and by itself on a GPU that has it."""
+def uses_automodel(actor: ActorSettings, fsdp: FsdpSettings) -> bool:
+    """Whether NeMo AutoModel makes the policy: where it is asked for, and by itself on a GPU that has it, without tensor parallelism."""
     if actor.implementation == "auto":
-        return torch.cuda.is_available() and automodel.is_installed()
+        return fsdp.ep_size > 1 or (fsdp.tp_size == 1 and torch.cuda.is_available() and automodel.is_installed())
     return actor.implementation == "automodel"
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import NonFiniteError
-from molt.learn.model import decoder_blocks
+from molt.learn import tensor_parallel
+from molt.learn.mesh import RankMesh
+from molt.learn.model import TokenScorer, decoder_blocks
 from molt.learn.packing import Packed
 from molt.learn.routes import routers
 
@@ -44,14 +45,14 @@ class Policy:
         actor: ActorSettings,
         fsdp: FsdpSettings,
         *,
-        mesh: DeviceMesh,
+        mesh: RankMesh,
         num_steps: int,
         learning_rate: float | None = None,
     ) -> None:
         """num_steps: length of the schedule. learning_rate: in place of the actor's (a critic has its own)."""
         self.actor = actor
         self.peak_learning_rate = actor.learning_rate if learning_rate is None else learning_rate
-        self.device = device_of(mesh)
+        self.device = mesh.device
         self.num_steps = num_steps
         self.num_updates = 0
         self.revision = 0
@@ -175,13 +176,14 @@ def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
     return groups
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-
-
-def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: DeviceMesh) -> nn.Module:
-    """fully_shard of every block and of the whole, also for one rank; gradients are summed over ranks, not averaged."""
+def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: RankMesh) -> nn.Module:
+    """Cut for tensor parallelism, then fully_shard of every block and of the whole, also for one rank; gradients are summed over ranks,
+    not averaged."""
+    for module in scorer.modules():
+        if isinstance(module, TokenScorer):
+            module.mesh = mesh
+            if mesh.tp is not None:
+                tensor_parallel.apply(module.lm, mesh.tp)
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if actor.dtype == "bfloat16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -191,10 +193,10 @@ def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: Dev
     if actor.moe_router_dtype == "float32":
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for router in routers(scorer):
-            fully_shard(router, mesh=mesh, mp_policy=exact, offload_policy=offload)
+            fully_shard(router, mesh=mesh.fsdp, mp_policy=exact, offload_policy=offload)
     for block in decoder_blocks(scorer):
-        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(scorer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
+    fully_shard(scorer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     return _sum_gradients(scorer)
 
 

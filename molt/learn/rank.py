@@ -45,7 +45,11 @@ class PolicyRank:
         self.config = config
         self.policy = policy
         self.journal = journal
-        self.rank = rank
+        self.group_size = config.fsdp.group_size
+        self.rank = rank // self.group_size
+        """The data shard: which part of a plan is read here."""
+        self.is_first = rank % self.group_size == 0
+        """Whether it writes for its data shard."""
         self.beside = beside or Beside()
         self.kl_coef = config.algo.kl.coef
         """In force; the adaptive controller moves it after each step."""
@@ -69,7 +73,7 @@ class PolicyRank:
         except NonFiniteError as error:  # the same on every rank: the inputs are
             return tally.refused(plan, _non_finite(error), train_s=time.monotonic() - begun, log_s=log_s)
         refusal = self._pass(step)
-        total = tally.total(exchange.gather(step.sums))
+        total = tally.total(exchange.gather(step.sums, self.group_size))
         if refusal is None and total.n_kept == 0:
             refusal = Refusal(
                 reason=RefusalReason.NOTHING_KEPT, error=f"no trainable token of {plan.n_sampled} sampled is left after the gate"
@@ -96,7 +100,7 @@ class PolicyRank:
             digests=digests,
             weights_digest=weights_digest,
             metrics=step.known.metrics | {"kl_coef": self.kl_coef},
-            uses=tally.uses(plan, exchange.gather(tally.kept(step.batches, step.columns.gates))),
+            uses=tally.uses(plan, exchange.gather(tally.kept(step.batches, step.columns.gates), self.group_size)),
             train_s=time.monotonic() - begun,
             log_s=log_s,
         )
@@ -197,7 +201,7 @@ class PolicyRank:
     def _gather(self, step: Step, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A column over T from each rank's micro-batches."""
         own = torch.cat([part.float() for part in parts]) if parts else torch.zeros(0)
-        return exchange.gather_column(step.plan, self.rank, own, device=self.policy.device)
+        return exchange.gather_column(step.plan, self.rank, own, device=self.policy.device, group_size=self.group_size)
 
     def _pass(self, step: Step) -> Refusal | None:
         """Forward, gate, loss and backward of every micro-batch, critic included; the refusal that all ranks agree on."""
@@ -219,7 +223,7 @@ class PolicyRank:
         if self.beside.critic is not None:
             self.beside.critic.accumulate(step)
         if self.routes is not None:
-            step.sums.routes = self.routes.take_counts()
+            step.sums.routes = exchange.of_slices(self.routes.take_counts(), self.config.fsdp)
             misrouted = self.routes.misrouted(step.sums.routes)
             if misrouted is not None:
                 found = found or Refusal(reason=RefusalReason.LINEAGE, error=f"rank {self.rank}: {misrouted}")
@@ -329,14 +333,14 @@ class PolicyRank:
         """Batch digest and loss digest over all ranks."""
         advantages, offsets = step.known.advantages.advantages_T.numpy(), step.known.offsets
         own = {p: row_digest(row, advantages[offsets[p] : offsets[p + 1]]) for p, row in step.rows.items()}
-        facts: list[tuple[dict[int, str], list[float]]] = exchange.gather((own, step.sums.losses))
+        facts: list[tuple[dict[int, str], list[float]]] = exchange.gather((own, step.sums.losses), self.group_size)
         by_place = {p: digest for found, _ in facts for p, digest in found.items()}
         losses = [np.float32(loss).tobytes().hex() for _, rank_losses in facts for loss in rank_losses]
         return digest_of([by_place[p] for p in range(len(step.plan.segments)) if p in by_place]), digest_of(losses)
 
     def _write(self, step: Step, refusal: Refusal | None) -> Future[float] | None:
-        """Send scores and gates to the log (or compare them with it) while the update runs."""
-        if refusal is not None and refusal.reason is RefusalReason.LINEAGE:
+        """Send scores and gates to the log (or compare them with it) while the update runs; the first rank of each data shard does."""
+        if not self.is_first or (refusal is not None and refusal.reason is RefusalReason.LINEAGE):
             return None
         return self._pool.submit(self.journal.scores, step, self.rank)
 

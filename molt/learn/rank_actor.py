@@ -12,7 +12,6 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from molt.admission.plan import StepPlan
 from molt.agents.load import load_agent
@@ -24,6 +23,7 @@ from molt.learn.checkpoint import Position
 from molt.learn.exchange import places_of
 from molt.learn.export import export
 from molt.learn.journal import LogJournal, read_rows
+from molt.learn.mesh import RankMesh, make_mesh
 from molt.learn.model import load_model
 from molt.learn.policy import SENT_DTYPES, Policy
 from molt.learn.rank import PolicyRank
@@ -70,7 +70,7 @@ class Member:
         self.store = dist.TCPStore(host, 0, self.spec.num_ranks, is_master=True, wait_for_workers=False)
         return host, int(self.store.port)
 
-    def meet(self, place: tuple[str, int]) -> DeviceMesh:
+    def meet(self, place: tuple[str, int]) -> RankMesh:
         """Join the process group; a collective."""
         spec, timeout = self.spec, timedelta(seconds=self.spec.config.train.step_timeout_s)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,7 +84,7 @@ class Member:
         torch.manual_seed(spec.config.run.seed)
         if spec.estimator_file is not None:
             load_estimators(spec.estimator_file)
-        return init_device_mesh(kind, (spec.num_ranks,))
+        return make_mesh(spec.config.fsdp, kind)
 
     def pid(self) -> int:
         """Process id."""
@@ -109,9 +109,10 @@ class FrozenProcess(Member):
 
     def score(self, plan: StepPlan) -> list[np.ndarray]:
         """Log-probs of the rank's micro-batches; a collective."""
-        places = places_of(plan, self.spec.rank)
+        shard = self.spec.rank // self.spec.config.fsdp.group_size
+        places = places_of(plan, shard)
         rows = dict(zip(places, read_rows(self.reader, [plan.segments[p].segment_id for p in places]), strict=True))
-        return [column.numpy() for column in self.model.score(micro_batches(plan, self.spec.rank, rows))]
+        return [column.numpy() for column in self.model.score(micro_batches(plan, shard, rows))]
 
 
 class RankProcess(Member):

@@ -1,6 +1,6 @@
 """The trainer as one thing: a group of rank processes under Ray that are always asked together.
 
-driver --train(plan)--> every rank (each reads its own rows, they meet in collectives) --> the result of rank 0
+driver --train(plan)--> every rank (each reads its data shard's rows, they meet in collectives) --> the result of rank 0
   |  waits at most train.step_timeout_s; the first rank that fails ends the group, since the others wait for it in vain
   |--publish_weights(version)--> shared memory, where engines read; the version before the last is removed then
   `--save / load / export / weights_digest / stop
@@ -111,10 +111,11 @@ class RankGroup:
 
     async def train(self, plan: StepPlan, recorded: RecordedStep | None = None) -> StepResult:
         """Train one planned step. A refused step comes back with refused set. Replay raises ReplayMismatchError at a difference."""
-        if len(plan.micro_batches) != len(self._actors):
+        if len(plan.micro_batches) != self.config.fsdp.num_shards:
+            fsdp = self.config.fsdp
             raise ReplayMismatchError(
-                f"step {plan.step} was planned for {len(plan.micro_batches)} ranks, fsdp.num_ranks={len(self._actors)}; "
-                "start with the planned number"
+                f"step {plan.step} was planned for {len(plan.micro_batches)} data shards, fsdp.num_ranks={fsdp.num_ranks} over "
+                f"fsdp.tp_size x fsdp.cp_size={fsdp.group_size} are {fsdp.num_shards}; start with the planned number"
             )
         return (await self._ask("train", plan, recorded, own=[a.score.remote(plan) for a in self._frozen] or None))[0]
 

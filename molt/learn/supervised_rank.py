@@ -34,7 +34,7 @@ class SupervisedRank(PolicyRank):
         places = exchange.places_of(plan, self.rank)
         rows = dict(zip(places, self.read([plan.segments[p].segment_id for p in places]), strict=True))
         own = [float(self._score(batch).double().sum()) for batch in micro_batches(plan, self.rank, rows)]
-        return -math.fsum(math.fsum(part) for part in exchange.gather(own)) / plan.n_sampled
+        return -math.fsum(math.fsum(part) for part in exchange.gather(own, self.group_size)) / plan.n_sampled
 
     def _whole_batch(self, step: Step) -> WholeBatch:
         count = step.plan.n_sampled

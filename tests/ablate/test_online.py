@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from molt.ablate.gradients import compare_gradients
 from molt.ablate.recompute import compare_run, compare_step
 from molt.ablate.record import ScoredRun
 from molt.ablate.variants import baseline_of, parse_grid
 from molt.admission.plan import plan_digest, plan_to_json
+from molt.config import FsdpSettings
 from molt.learn.beside import Beside, Critic, FrozenModel, needs_critic, needs_frozen
 from molt.learn.journal import LogJournal
+from molt.learn.mesh import make_mesh
 from molt.learn.rank import PolicyRank
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
@@ -64,7 +65,7 @@ def train(where: Path, model: Path, algo: dict, num_steps: int = 3, teacher: Pat
     )  # fmt: skip
     producer.append_sync(segments=to_segments(rows), events=[started])
     rank = make_rank(config, rows, num_steps=num_steps)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh(FsdpSettings(num_ranks=dist.get_world_size()), "cpu")
     critic = Critic(config, mesh, actor_path=str(model), num_steps=num_steps) if needs_critic(config) else None
     frozen = FrozenModel(config.reference.model_name_or_path or str(model), config, mesh) if needs_frozen(config) else None
     rank = PolicyRank(config, rank.policy, rank.journal, rank=0, beside=Beside(critic=critic, frozen=frozen))

@@ -103,8 +103,7 @@ def test_routes_of_the_engine_are_replayed(tmp_path: Path) -> None:
 
 def test_sizes_and_attentions_that_cannot_be_had_are_refused_with_the_reason(folder: Path) -> None:
     for fsdp, reason in (
-        (FsdpSettings(tp_size=2), "fsdp.tp_size=2, a step plan gives every rank rows of its own"),
-        (FsdpSettings(cp_size=2), "fsdp.cp_size=2, a step plan gives every rank rows of its own"),
+        (FsdpSettings(tp_size=2), "fsdp.tp_size=2 with actor.implementation=automodel"),
         (FsdpSettings(attn_implementation="eager"), "AutoModel has sdpa, te, flex"),
         (FsdpSettings(attn_implementation="te"), "Transformer Engine is not installed"),
     ):
@@ -113,8 +112,8 @@ def test_sizes_and_attentions_that_cannot_be_had_are_refused_with_the_reason(fol
 
 
 def test_automodel_is_taken_by_itself_only_on_a_gpu() -> None:
-    assert uses_automodel(AUTOMODEL) and not uses_automodel(HF)
-    assert uses_automodel(ActorSettings()) == torch.cuda.is_available()
+    assert uses_automodel(AUTOMODEL, FsdpSettings()) and not uses_automodel(HF, FsdpSettings())
+    assert uses_automodel(ActorSettings(), FsdpSettings()) == torch.cuda.is_available()
 
 
 def _train_with_experts_apart(rank: int, num_ranks: int, folder: str, out: str) -> None:

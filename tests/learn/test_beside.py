@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from molt.config import Config
+from molt.config import Config, FsdpSettings
 from molt.errors import SettingError
 from molt.learn.beside import Beside, Critic, FrozenModel, frozen_path, needs_critic, needs_frozen
 from molt.learn.checkpoint import Position, load, save
+from molt.learn.mesh import make_mesh
 from molt.learn.rank import PolicyRank
 from tests.learn.tiny import make_config, make_model, make_plan, make_rank, make_rows
 
 
 def with_beside(rank: PolicyRank, config: Config) -> PolicyRank:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh(FsdpSettings(num_ranks=dist.get_world_size()), "cpu")
     path = config.actor.model_name_or_path or ""
     critic = Critic(config, mesh, actor_path=path, num_steps=10) if needs_critic(config) else None
     frozen = FrozenModel(frozen_path(config, path), config, mesh) if needs_frozen(config) else None
@@ -114,7 +114,7 @@ def test_teacher_must_be_named_and_share_the_vocabulary(model: Path, tmp_path: P
     with pytest.raises(SettingError, match="needs a teacher"):
         frozen_path(config, str(model))
     with pytest.raises(SettingError, match="vocabulary has 97 entries"):
-        FrozenModel(str(model), config, init_device_mesh("cpu", (1,)), num_entries=98)
+        FrozenModel(str(model), config, make_mesh(FsdpSettings(), "cpu"), num_entries=98)
 
 
 def test_divergence_as_reward_enters_the_advantages_once_the_policy_has_moved(model: Path) -> None:

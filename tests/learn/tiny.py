@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from molt.admission.balance import balance
 from molt.admission.plan import SegmentRow, StepPlan
 from molt.config import Config
+from molt.learn.mesh import make_mesh
 from molt.learn.model import load_model
 from molt.learn.policy import Policy
 from molt.learn.rank import PolicyRank
@@ -26,13 +26,13 @@ from molt.log.rows import Segment, Span, TokenSource
 VOCAB = 97
 
 
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0, num_entries: int = VOCAB) -> Path:
     """A random dense model of about 60,000 parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=num_entries,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -46,13 +46,13 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
     return folder
 
 
-def make_moe(folder: Path, *, seed: int = 0) -> Path:
+def make_moe(folder: Path, *, seed: int = 0, num_entries: int = VOCAB) -> Path:
     """A random mixture of experts: two layers of eight experts, two for a token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
+        vocab_size=num_entries,
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=16,
@@ -160,7 +160,7 @@ class MemoryJournal:
 
 def make_rank(config: Config, rows: Sequence[Row], *, num_steps: int = 10) -> PolicyRank:
     """A rank in this process; its process group must exist."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh(config.fsdp.model_copy(update={"num_ranks": dist.get_world_size()}), "cpu")
     scorer = load_model(config.actor.model_name_or_path or "", config.actor, config.fsdp)
     policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=num_steps)
     return PolicyRank(config, policy, MemoryJournal({row.segment_id: row for row in rows}), rank=dist.get_rank())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from molt.config import Config
 from molt.errors import SettingError
+from molt.layout_rules import model_findings
+from molt.model_shape import ModelShape
 from molt.places import folder
 from molt.settings import RENAMED, check, config_digest, dump_toml, field_types, flatten, parse_flags, resolve
 from molt.settings_docs import describe
@@ -187,7 +190,13 @@ def test_defaults_are_in_order() -> None:
         (["--vllm.kv_on_refit", "keep"], "does nothing with train.partial_rollout_enable=false"),
         (["--fsdp.tp_size", "2"], "fsdp.num_ranks=1 needs to be a multiple of fsdp.tp_size=2"),
         (["--fsdp.ep_size", "2"], "fsdp.ep_size=2 needs to divide fsdp.num_ranks=1"),
-        (["--fsdp.cp_size", "2", "--fsdp.num_ranks", "2", "--actor.implementation", "hf"], "needs actor.implementation=automodel"),
+        (["--fsdp.num_ranks", "6", "--fsdp.cp_size", "2", "--fsdp.replicas", "2"], "fsdp.replicas=2; set it to 4"),
+        (["--fsdp.ep_size", "2", "--fsdp.num_ranks", "2", "--actor.implementation", "hf"], "needs actor.implementation=automodel"),
+        (["--fsdp.tp_size", "2", "--fsdp.num_ranks", "2", "--actor.implementation", "automodel"], "needs actor.implementation=hf"),
+        (["--fsdp.tp_size", "2", "--fsdp.num_ranks", "4", "--fsdp.ep_size", "2"], "experts are shared by one or the other"),
+        (["--fsdp.ep_size", "2", "--fsdp.num_ranks", "2", "--fsdp.offload", "full"], "fsdp.offload=full does nothing with fsdp.ep_size=2"),
+        (["--fsdp.cp_size", "2", "--fsdp.num_ranks", "2", "--fsdp.attn_implementation", "flex"], "needs fsdp.attn_implementation=sdpa"),
+        (["--fsdp.tp_size", "2", "--fsdp.num_ranks", "2", "--fsdp.attn_implementation", "te"], "te needs fsdp.tp_size=1"),
         (["--fsdp.attn_implementation", "te", "--actor.implementation", "hf"], "fsdp.attn_implementation=te needs"),
         (["--actor.min_learning_rate", "1", "--actor.schedule", "linear"], "is above actor.learning_rate"),
         (["--rollout.top_p", "0.9", "--algo.advantage.is_correction_level", "token"], "every ratio is biased"),
@@ -208,3 +217,22 @@ def test_every_setting_is_described_once() -> None:
 @pytest.mark.parametrize("path", sorted(folder("recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_recipe_is_in_order(path: Path) -> None:
     check(resolve([path], ["--actor.model_name_or_path", "model"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--fsdp.tp_size", "8"], "fsdp.tp_size=8 does not divide the model's 12 attention heads; set fsdp.tp_size=6"),
+        (["--fsdp.tp_size", "3"], "fsdp.tp_size=3 does not divide the model's 4 key-value heads; set fsdp.tp_size=2"),
+        (["--fsdp.tp_size", "4"], "fsdp.tp_size=4 does not divide the model's 102 entries of the vocabulary; set fsdp.tp_size=3"),
+        (["--fsdp.ep_size", "4"], "fsdp.ep_size=4 does not divide the model's 6 experts; set fsdp.ep_size=3"),
+        (["--data.max_len", "65"], "data.max_len=65 is longer than the model's 64 positions"),
+        (["--vllm.tensor_parallel_size", "8"], "vllm.tensor_parallel_size=8 does not divide the model's 12 attention heads"),
+    ],
+)
+def test_layouts_that_the_model_does_not_allow_are_refused_from_its_config_alone(tmp_path: Path, flags: list[str], text: str) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    (tmp_path / "config.json").write_text(json.dumps(shape | experts | {"vocab_size": 102, "max_position_embeddings": 64}))
+    default = [] if "--data.max_len" in flags else ["--data.max_len", "64"]
+    assert text in next(model_findings(resolve(flags=[*flags, *default]), ModelShape.read(tmp_path)))

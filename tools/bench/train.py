@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
 from molt.admission.balance import balance
 from molt.admission.plan import SegmentRow, StepPlan
 from molt.config import Config
 from molt.learn.alone import alone
 from molt.learn.journal import LogJournal
+from molt.learn.mesh import RankMesh
 from molt.learn.model import load_model
 from molt.learn.packing import Packed
 from molt.learn.policy import Policy
@@ -58,7 +58,7 @@ def main() -> None:
         print(json.dumps(_measure(options, Path(folder), mesh), indent=1))
 
 
-def _measure(options: argparse.Namespace, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, folder: Path, mesh: RankMesh) -> dict[str, Any]:
     _make_model(folder / "model", options.hidden, options.layers)
     config = Config.model_validate(
         {
@@ -100,7 +100,7 @@ def _measure(options: argparse.Namespace, folder: Path, mesh: DeviceMesh) -> dic
 class _Bare:
     """The plain loop: no log, no gate, no record."""
 
-    def __init__(self, config: Config, mesh: DeviceMesh) -> None:
+    def __init__(self, config: Config, mesh: RankMesh) -> None:
         self.policy = _policy(config, mesh)
         self.lm = self.policy.scorer.lm
 
@@ -136,7 +136,7 @@ def _median_s(step: Callable[[int], Any], count: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def _policy(config: Config, mesh: DeviceMesh) -> Policy:
+def _policy(config: Config, mesh: RankMesh) -> Policy:
     scorer = load_model(str(config.actor.model_name_or_path), config.actor, config.fsdp)
     return Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=100)
 

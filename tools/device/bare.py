@@ -113,8 +113,8 @@ def bare_steps(config: Any, plans: Sequence[Any], reader: Any, num_skipped: int)
         dtype = torch.bfloat16 if config.actor.dtype == "bfloat16" else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for block in decoder_blocks(lm):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(lm, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh.fsdp, mp_policy=policy)
+        fully_shard(lm, mesh=mesh.fsdp, mp_policy=policy)
         optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-6, weight_decay=0.0)
         begun, n_tokens, flops = 0.0, 0, 0.0
         size = sum(parameter.numel() for parameter in lm.parameters())
