@@ -1,6 +1,6 @@
-"""Plot what staleness costs: the last rewards by max_lag, with and without decoupled correction, beside AReaL's published scores.
+"""Plot what staleness costs: rewards by max_lag at a common step, with and without decoupled correction, beside AReaL's published scores.
 
-python tools/plot_lag.py docs/evidence/learns.json docs/evidence/lags.json --dest docs/evidence/lags.svg
+python tools/plot_lag.py docs/evidence/learns.json --dest docs/evidence/lags.svg
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,21 @@ AREAL: dict[str, tuple[float | None, float | None]] = {
 }
 """AIME24 by max lag: naive, decoupled (AReaL, its own 1.5B model). The shape is what compares, not the numbers."""
 LINES = (("naive", "#b5574a"), ("decoupled", "#1b3a5c"))
+WINDOW = 10
+"""Steps that are averaged."""
 WIDTH, HEIGHT, LEFT, TOP = 430, 300, 60, 60
 
 
 def points(runs: list[dict[str, Any]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Mean of the last window and the half width of its interval, by line and lag; several seeds of a lag are averaged."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name, _ in LINES}
+    """Mean reward of the ten steps before the last that all runs made, and the half width of its interval over steps; by line and lag."""
+    common = min((run["num_steps"] for run in runs), default=0)
+    found: dict[str, dict[str, list[float]]] = {name: {} for name, _ in LINES}
     for run in runs:
         line = "decoupled" if "decoupled" in run["correction"] else "naive"
-        found[line].setdefault(str(run["max_lag"]), []).append((run["reward_last"]["mean"], run["reward_last"]["ci95"]))
+        found[line].setdefault(str(run["max_lag"]), []).extend(step[1] for step in run["steps"][:common][-WINDOW:])
     return {
         line: {
-            lag: (
-                math.fsum(mean for mean, _ in values) / len(values),
-                math.sqrt(math.fsum(half**2 for _, half in values)) / len(values),
-            )
+            lag: (statistics.fmean(values), 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0)
             for lag, values in by_lag.items()
         }
         for line, by_lag in found.items()
@@ -89,7 +90,7 @@ def svg(runs: list[dict[str, Any]]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="11">',
         f'<rect width="{2 * WIDTH}" height="{HEIGHT}" fill="white"/>',
-        *panel("Molt: mean reward of the last steps", points(runs), 0),
+        *panel("Molt: mean reward, same number of steps", points(runs), 0),
         *panel("AReaL as published: AIME24", published, WIDTH),
         "</svg>",
     ]
@@ -97,9 +98,9 @@ def svg(runs: list[dict[str, Any]]) -> str:
 
 
 def runs_of(files: list[Path]) -> list[dict[str, Any]]:
-    """Runs of several records of tools/device/learn.py."""
+    """Float32 runs of several records of tools/device/learn.py."""
     found = [run for file in files for run in json.loads(file.read_text())["parts"]["runs"].values()]
-    return [run for run in found if isinstance(run, dict) and "reward_last" in run]
+    return [run for run in found if isinstance(run, dict) and "reward_last" in run and run.get("dtype") == "float32"]
 
 
 def main() -> None:
