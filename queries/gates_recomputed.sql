@@ -26,7 +26,8 @@ decisions as (
         end as mismatch_low,
         case
             when settings.low is not null or settings.high is not null then settings.high
-            when compares = 'kl' then 0.05 when compares = 'tv' then 0.15 else default_bands.high
+            when compares = 'kl' then case level when 'seq' then 0.005 else 0.05 end
+            when compares = 'tv' then case level when 'seq' then 0.05 else 0.15 end else default_bands.high
         end as mismatch_high
     from gate_decided left join settings using (attempt) left join default_bands using (level, mode)
 ),
@@ -71,9 +72,13 @@ measured as (
 ),
 totals as (
     select
-        *, coalesce(case level when 'seq' then list_sum(list_where(measure, in_mismatch)) when 'geo' then list_avg(list_where(measure, in_mismatch)) end, 0)
-            as of_mismatch,
-        coalesce(case level when 'seq' then list_sum(list_where(measure, in_rest)) when 'geo' then list_avg(list_where(measure, in_rest)) end, 0) as of_rest
+        *,
+        coalesce(case
+            when level in ('off', 'token') then 0 when level = 'seq' and compares = 'ratio' then list_sum(list_where(measure, in_mismatch))
+            else list_avg(list_where(measure, in_mismatch)) end, 0) as of_mismatch,
+        coalesce(case
+            when level in ('off', 'token') then 0 when level = 'seq' and compares = 'ratio' then list_sum(list_where(measure, in_rest))
+            else list_avg(list_where(measure, in_rest)) end, 0) as of_rest
     from measured
 ),
 compared as (

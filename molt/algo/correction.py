@@ -156,12 +156,12 @@ def _decide(
     low, high = bounds
     own_T = torch.where(part_T, target_T.double() - source_T.double(), 0.0)
     if gate == "ratio":
-        compared_T = _at_level(axes, own_T, part_T, level)
+        compared_T = _at_level(axes, own_T, part_T, level, is_mean=level == "geo")
         low = None if low is None else _log(low)
         high = None if high is None else _log(high)
     else:
         divergence_T = torch.where(part_T, binary_divergence(gate, target_T, source_T), 0.0)
-        compared_T = _at_level(axes, divergence_T, part_T, level)
+        compared_T = _at_level(axes, divergence_T, part_T, level, is_mean=True)
     kept_T, weighed_T = torch.ones_like(part_T), compared_T
     if mode == "mask":
         if low is not None:
@@ -175,11 +175,11 @@ def _decide(
     return weighed_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), kept_T
 
 
-def _at_level(axes: _Segments, values_T: Tensor, part_T: Tensor, level: str) -> Tensor:
+def _at_level(axes: _Segments, values_T: Tensor, part_T: Tensor, level: str, *, is_mean: bool) -> Tensor:
     if level == "token":
         return values_T
     total_S = axes.total(values_T)
-    if level == "geo":
+    if is_mean:
         total_S = total_S / axes.count(part_T).clamp(min=1)
     return total_S[axes.segment_T]
 

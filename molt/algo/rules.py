@@ -25,8 +25,14 @@ RATIO_BANDS: dict[tuple[str, str], Band] = {
 """Band of the ratio by (level, mode). token: NeMo RL's ProRLv2 guide (icepop and tis, 0.5 to 5); seq: verl's rollout correction
 (2, and its reciprocal); geo: the sequence filter on the geometric mean of the same guide."""
 
-DIVERGENCE_BANDS: dict[str, Band] = {"kl": (None, 0.05), "tv": (None, 0.15)}
-"""Upper end of the binary divergence by gate, in the range that DPPO reports (arXiv 2602.04879)."""
+DIVERGENCE_BANDS: dict[tuple[str, str], Band] = {
+    ("kl", "token"): (None, 0.05),
+    ("kl", "seq"): (None, 0.005),
+    ("tv", "token"): (None, 0.15),
+    ("tv", "seq"): (None, 0.05),
+}
+"""Upper end of the binary divergence by (gate, level); seq is the mean over the tokens of a segment. token: TRL's DPPO, after arXiv
+2602.04879; kl by seq: the published FlashREINFORCE recipe; tv by seq: what that kl allows at most, sqrt(kl / 2) by Pinsker's inequality."""
 
 
 def band(settings: AdvantageSettings) -> Band:
@@ -45,7 +51,7 @@ def _band(settings: AdvantageSettings, given: Band) -> Band:
     if given != (None, None):
         return given
     if settings.gate != "ratio":
-        return DIVERGENCE_BANDS[settings.gate]
+        return DIVERGENCE_BANDS[settings.gate, settings.is_correction_level]
     return RATIO_BANDS[settings.is_correction_level, settings.is_correction_mode]
 
 
@@ -68,6 +74,11 @@ def check_correction(settings: AdvantageSettings) -> None:
         raise SettingError(
             f"{name}.gate={settings.gate} needs {name}.is_correction_mode=mask, got {settings.is_correction_mode}: "
             "a divergence has no weight to bound"
+        )
+    if settings.gate != "ratio" and settings.is_correction_level == "geo":
+        raise SettingError(
+            f"{name}.is_correction_level=geo is the geometric mean of ratios and {name}.gate={settings.gate} has none; "
+            "set the level to seq, which bounds the mean divergence of a segment"
         )
     for key in ("is_correction_threshold", "is_mismatch_threshold"):
         _check_band(settings, f"{name}.{key}", getattr(settings, key))

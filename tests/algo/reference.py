@@ -92,7 +92,8 @@ def gate(trainer, behaviour, segments, level, mode, low, high, kind="ratio"):
         d = [trainer[start + i] - behaviour[start + i] for i in range(n)]
         measure = d if kind == "ratio" else [binary(kind, math.exp(behaviour[start + i]), math.exp(trainer[start + i])) for i in range(n)]
         for i in range(n):
-            at_level = {"token": measure[i], "seq": sum(measure), "geo": sum(measure) / n}[level]
+            of_segment = sum(measure) if kind == "ratio" else sum(measure) / n
+            at_level = {"token": measure[i], "seq": of_segment, "geo": sum(measure) / n}[level]
             compared = math.exp(at_level) if kind == "ratio" else at_level
             if mode == "mask":
                 inside = (low is None or compared >= low) and (high is None or compared <= high)

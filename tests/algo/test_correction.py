@@ -24,6 +24,17 @@ def gate(log_ratios, level, mode="mask", band=(None, None), *, segments=None, **
 LN = math.log
 
 
+def test_divergence_of_a_segment_is_the_mean_over_its_tokens():
+    # p = 0.5, q = 0.5 and 0.25: tv 0 and 0.25, mean 0.125; own ratios 1 and 0.5
+    settings = algo(advantage={"is_correction_level": "seq", "gate": "tv", "is_correction_threshold": (None, 0.13)})
+    target_T, source_T = torch.tensor([LN(0.5), LN(0.25)]), torch.tensor([LN(0.5), LN(0.5)])
+    found = importance_gate(target_T, source_T, torch.tensor([0, 0]), settings)
+    assert found.is_kept_T.tolist() == [True, True]
+    assert found.weights_T.tolist() == pytest.approx([1.0, 0.5])
+    tight = algo(advantage={"is_correction_level": "seq", "gate": "tv", "is_correction_threshold": (None, 0.12)})
+    assert importance_gate(target_T, source_T, torch.tensor([0, 0]), tight).is_kept_T.tolist() == [False, False]
+
+
 def test_token_mask_drops_what_lies_outside():
     found = gate([LN(0.4), 0.0, LN(6.0)], "token")
     assert found.band == (0.5, 5.0)
@@ -225,6 +236,7 @@ def test_decoupled_without_versions_is_refused():
         ({"is_correction_level": "token", "gate": "kl", "is_correction_mode": "clip"}, "gate=kl needs .*mode=mask, got clip"),
         ({"is_correction_level": "token", "gate": "kl", "is_correction_threshold": (0.1, 0.2)}, "bounded from above only"),
         ({"is_correction_level": "seq", "is_correction_mode": "trunc", "is_correction_threshold": (0.5, 2.0)}, "use clip for both ends"),
+        ({"is_correction_level": "geo", "gate": "kl"}, "gate=kl has none; set the level to seq"),
         ({"is_correction_level": "geo", "is_correction_threshold": (1.1, 2.0)}, "must hold the ratio 1"),
         ({"is_correction_level": "geo", "is_mismatch_threshold": (0.9, 2.0)}, "needs .*decoupled=true"),
     ],

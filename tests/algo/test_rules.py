@@ -43,6 +43,16 @@ def test_every_level_and_mode_has_a_default_band_that_holds_one(level, mode):
     assert (low or 0) < 1 < high
 
 
+def test_divergences_have_their_own_default_bands():
+    def high(gate, level):
+        return mismatch_band(algo(advantage={"is_correction_level": level, "gate": gate}).advantage)
+
+    assert high("kl", "token") == (None, 0.05)
+    assert high("tv", "token") == (None, 0.15)
+    assert high("kl", "seq") == (None, 0.005)  # FlashREINFORCE
+    assert high("tv", "seq") == (None, 0.05)  # sqrt(0.005 / 2)
+
+
 def test_a_divergence_as_reward_is_refused_where_no_reward_is_read():
     chosen = get_estimator("on_policy_distill")
     with pytest.raises(SettingError, match=r"algo.kl.use=reward does nothing"):
