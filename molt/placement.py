@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from molt.config import Config
+from molt.engine_rules import placed_findings
 from molt.errors import SettingError, StalledError
 
 
@@ -78,7 +79,10 @@ def lay_out(config: Config, num_gpus: int, *, has_frozen: bool, has_engines: boo
             f"placement.trainer=apart needs {needed} GPUs ({num_ranks} ranks, {num_frozen} of a frozen model, {num_engines} engines of "
             f"{width}), there are {num_gpus}; set placement.trainer=colocated or lower fsdp.num_ranks or vllm.num_engines"
         )
-    if mode == "apart" or (mode == "auto" and needed <= num_gpus):
+    is_apart = mode == "apart" or (mode == "auto" and needed <= num_gpus)
+    if has_engines and (findings := list(placed_findings(config, is_colocated=not is_apart))):
+        raise SettingError("\n".join(findings))
+    if is_apart:
         return _apart(num_ranks, num_frozen, num_engines, width)
     return _colocated(num_ranks, num_frozen, num_engines, width, num_gpus)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from molt.algo.rules import check_algo
 from molt.config import Config, Room
+from molt.engine_rules import engine_findings
 from molt.errors import SettingError
 from molt.layout_rules import layout_findings, model_findings
 from molt.model_shape import ModelShape
@@ -97,6 +98,7 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
+    yield from engine_findings(config)
     if config.train.routing_replay and config.vllm.num_speculative_tokens:
         yield (
             f"vllm.num_speculative_tokens={config.vllm.num_speculative_tokens} with train.routing_replay=true: rejected drafts pass "

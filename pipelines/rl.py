@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 
 from molt.admission.plan import StepPlan
 from molt.config import Config
@@ -19,7 +20,7 @@ from molt.driver.evaluation import evaluate
 from molt.driver.house import House, alongside, open_house, say_started
 from molt.driver.leader import Leader
 from molt.driver.records import finish, save_checkpoint
-from molt.driver.refit import refit
+from molt.driver.refit import refit, refit_again, refit_newcomers
 from molt.driver.versions import VersionClock
 from molt.errors import SettingError
 from molt.learn.result import StepResult
@@ -42,7 +43,12 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                 async with alongside(leader.feed()):
                     while step < num_steps and not stopper.is_draining:
                         began = time.monotonic()
-                        plan = await leader.next_plan(step, num_ranks=config.fsdp.num_shards, is_stopped=lambda: stopper.is_draining)
+                        plan = await leader.next_plan(
+                            step,
+                            num_ranks=config.fsdp.num_shards,
+                            is_stopped=lambda: stopper.is_draining,
+                            meanwhile=partial(refit_newcomers, house, leader, step=step - 1),
+                        )
                         if plan is None:
                             break
                         await train_step(house, leader, progress, plan, clock, wait_s=time.monotonic() - began)
@@ -75,12 +81,14 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
         resumed_from_step=step if is_resumed else None,
         checkpoint=checkpoint,
     )
+    await house.pool.sleep()
     for plan in standing.plans:
         progress.waiting(f"training step {plan.step} again from the log")
         leader.policy_version = clock.version
         await leader.write_plan(plan)
         await train_step(house, leader, progress, plan, clock, wait_s=0.0, is_serving=False)
         step = plan.step + 1
+    await house.pool.wake(is_refit_next=True)
     await refit(house, leader, policy_version=clock.version, step=step - 1)
     await leader.redispatch(standing.open_members)
     return step, clock
@@ -89,13 +97,20 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
 async def train_step(
     house: House, leader: Leader, progress: Progress, plan: StepPlan, clock: VersionClock, *, wait_s: float, is_serving: bool = True
 ) -> StepResult:
-    """Train one plan, record it, and give the engines new weights when a version is complete."""
+    """Train one plan, record it, and give the engines new weights when a version is complete. Engines that can sleep do so meanwhile."""
     progress.waiting(f"training step {plan.step}")
+    if is_serving:
+        await house.pool.sleep()
     result = await house.ranks.train(plan)
     await leader.record(plan, result, wait_s=wait_s)
     is_due = clock.tick(plan.step, is_trained=result.refused is None)
-    if is_due and is_serving:
-        progress.waiting(f"refit to version {clock.version}")
-        await refit(house, leader, policy_version=clock.version, step=plan.step)
+    if is_serving:
+        forgets = house.config.vllm.sleep_level == 2
+        await house.pool.wake(is_refit_next=is_due or forgets)
+        if is_due:
+            progress.waiting(f"refit to version {clock.version}")
+            await refit(house, leader, policy_version=clock.version, step=plan.step)
+        elif forgets:
+            await refit_again(house, leader, step=plan.step)
     progress.step(leader.figures(plan, result, wait_s=wait_s))
     return result

@@ -9,6 +9,7 @@ import time
 from molt.data.prompts import PromptSet
 from molt.driver.house import House
 from molt.driver.leader import Leader
+from molt.driver.refit import refit_newcomers
 from molt.errors import StalledError
 from molt.log.rows import event
 from molt.rollout.tasks import GroupTask
@@ -38,6 +39,7 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
     while len(leader.evaluated) < len(tasks):
         if time.monotonic() > ends:
             raise StalledError(f"evaluation at step {step}: {len(leader.evaluated)} of {len(tasks)} groups ended in train.step_timeout_s")
+        await refit_newcomers(house, leader, step=step - 1)
         await asyncio.sleep(0.05)
     groups, leader.evaluated = leader.evaluated, []
     rewards = [done.reward for group in groups for done in group.done if done.reward is not None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -218,10 +218,13 @@ class Leader:
         self.policy_version = policy_version
         self._wake.set()
 
-    async def next_plan(self, step: int, *, num_ranks: int, is_stopped: Callable[[], bool]) -> StepPlan | None:
+    async def next_plan(
+        self, step: int, *, num_ranks: int, is_stopped: Callable[[], bool], meanwhile: Callable[[], Awaitable[None]]
+    ) -> StepPlan | None:
         """Wait for the groups of one step and write its plan; None when no prompt is left or the run is being stopped.
 
-        The last step of the last epoch takes what there is. Raises StalledError past train.step_timeout_s.
+        The last step of the last epoch takes what there is. meanwhile: called at every look, as long as it waits; the ranks are idle
+        then. Raises StalledError past train.step_timeout_s.
         """
         limit_s = self.config.train.step_timeout_s
         began = time.monotonic()
@@ -239,6 +242,7 @@ class Leader:
                 await self.producer.append(events=[self._decided(verdict) for verdict in verdicts])
             if time.monotonic() - began > limit_s:
                 await self._stalled(limit_s)
+            await meanwhile()
             self.say(self.waiting_for())
             self._changed.clear()
             with suppress(TimeoutError):

@@ -3,31 +3,52 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from molt.driver.house import House
 from molt.driver.leader import Leader
 from molt.errors import RefitError
 from molt.log.rows import event
+from molt.rollout.engine import WeightSource
 
-NUM_TRIES = 2
+NUM_TRIES = 3
 """Tries before the run stops; between them the old version serves on."""
 
 
 async def refit(house: House, leader: Leader, *, policy_version: int, step: int) -> None:
     """Publish the weights as a version and let every engine take them; raises RefitError when none does."""
-    source = await house.ranks.publish_weights(policy_version, engines=[engine.name for engine in house.engines])
+    source = await house.ranks.publish_weights(policy_version, engines=await house.pool.engines())
+    await _take(house, leader, source, step=step)
+
+
+async def refit_again(house: House, leader: Leader, *, step: int) -> None:
+    """Let every engine take the version once more that was published last: those that slept at level 2 have dropped it."""
+    source = await house.ranks.publish_again(engines=await house.pool.engines())
+    await _take(house, leader, source, step=step)
+
+
+async def refit_newcomers(house: House, leader: Leader, *, step: int) -> None:
+    """Give engines that came in place of dead ones the version that the others serve. Nothing happens when there are none."""
+    if newcomers := house.pool.newcomers:
+        source = await house.ranks.publish_again(engines=newcomers)
+        await _take(house, leader, source, step=step, only=newcomers)
+
+
+async def _take(house: House, leader: Leader, source: WeightSource, *, step: int, only: Sequence[str] | None = None) -> None:
     for tried in range(1, NUM_TRIES + 1):
         try:
-            times = await house.pool.refit(source, step=step, send=house.ranks.sender(source))
+            times = await house.pool.refit(source, step=step, send=house.ranks.sender(source), only=only)
             break
         except RefitError:
             if tried == NUM_TRIES:
                 raise
+            only = None  # whoever lives now: the engines of a broadcast that broke off are being replaced
+            source = await house.ranks.publish_again(engines=await house.pool.engines())
     await house.producer.append(
         events=[
             event(
                 "weights_refit",
-                policy_version=policy_version,
+                policy_version=source.policy_version,
                 step=step,
                 weights_digest=times.weights_digest,
                 engines=json.dumps(times.engines, sort_keys=True),
@@ -40,4 +61,4 @@ async def refit(house: House, leader: Leader, *, policy_version: int, step: int)
             )
         ]
     )
-    leader.serve(policy_version)
+    leader.serve(source.policy_version)

@@ -17,6 +17,7 @@ from molt.admission.plan import StepPlan
 from molt.agents.load import load_agent
 from molt.algo.estimators import estimator_file, estimator_names, load_estimators
 from molt.config import Config
+from molt.errors import RefitError
 from molt.learn import checkpoint, weights
 from molt.learn.beside import Beside, Critic, FrozenModel, frozen_path, needs_critic, needs_frozen, vocab_size
 from molt.learn.checkpoint import Position
@@ -63,12 +64,14 @@ class Member:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         self.store: dist.TCPStore | None = None
+        self.host = "127.0.0.1"
+        """This machine, as the other processes of the run reach it; set on rank 0."""
 
     def listen(self, is_local: bool) -> tuple[str, int]:
         """Rank 0: open the rendezvous on a port that the system picks, and hold it. Returns host and port."""
-        host = "127.0.0.1" if is_local else ray.util.get_node_ip_address()
-        self.store = dist.TCPStore(host, 0, self.spec.num_ranks, is_master=True, wait_for_workers=False)
-        return host, int(self.store.port)
+        self.host = "127.0.0.1" if is_local else ray.util.get_node_ip_address()
+        self.store = dist.TCPStore(self.host, 0, self.spec.num_ranks, is_master=True, wait_for_workers=False)
+        return self.host, int(self.store.port)
 
     def meet(self, place: tuple[str, int]) -> RankMesh:
         """Join the process group; a collective."""
@@ -133,7 +136,13 @@ class RankProcess(Member):
         frozen = None
         if is_policy and needs_frozen(config) and config.reference.placement == "colocated":
             frozen = FrozenModel(frozen_path(config, spec.model_path), config, mesh, num_entries=vocabulary)
-        self.publisher = weights.Publisher(self.policy, config.vllm.weight_transfer)
+        self.publisher = weights.Publisher(
+            self.policy,
+            config.vllm.weight_transfer,
+            gpus_per_engine=config.vllm.tensor_parallel_size * config.vllm.data_parallel_size,
+            host=self.host,
+            limit_s=config.vllm.refit_timeout_s,
+        )
         self.policies = {"actor": self.policy} | ({} if critic is None else {"critic": critic.policy})
         producer = None
         if spec.mode == "record":
@@ -146,6 +155,8 @@ class RankProcess(Member):
     def train(self, plan: StepPlan, recorded: RecordedStep | None, frozen: list[np.ndarray] | None = None) -> StepResult | None:
         """One step; rank 0 returns the result."""
         result = self.ranked.train(plan, recorded, frozen)
+        if self.spec.config.vllm.sleep_level and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # engines that slept meanwhile take their memory back now
         return result if self.spec.rank == 0 else None
 
     def evaluate(self, plan: StepPlan) -> float:
@@ -155,12 +166,19 @@ class RankProcess(Member):
 
     def publish(self, version: int, folder: str, engines: list[str]) -> WeightSource | None:
         """Make the weights ready for engines; rank 0 returns where."""
-        vllm = self.spec.config.vllm
-        return self.publisher.publish(version, Path(folder), engines, vllm.tensor_parallel_size * vllm.data_parallel_size)
+        return self.publisher.publish(version, Path(folder), engines)
 
-    def send(self) -> None:
-        """Rank 0: broadcast what was published last to engines that are receiving."""
-        self.publisher.send()
+    def publish_again(self, engines: list[str]) -> WeightSource:
+        """Rank 0 alone: make the last version ready for a broadcast to these engines."""
+        return self.publisher.publish_again(engines)
+
+    def send(self) -> str | None:
+        """Rank 0 alone: broadcast what was published last to engines that are receiving. Returns why it broke off; the rank goes on."""
+        try:
+            self.publisher.send()
+        except RefitError as error:
+            return str(error)
+        return None
 
     def weights_digest(self) -> str:
         """Model digest over the weights as they are sent."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from molt.admission.plan import StepPlan
 from molt.config import Config
-from molt.errors import MoltError, ReplayMismatchError, SettingError, StalledError
+from molt.errors import MoltError, RefitError, ReplayMismatchError, SettingError, StalledError
 from molt.learn.checkpoint import Position, newest
 from molt.learn.result import RecordedStep, StepResult
 from molt.placement import Seat, Seats
@@ -139,8 +139,20 @@ class RankGroup:
         """What the trainer must do while engines receive: a broadcast for transport nccl, nothing for the others."""
         return self._send if source.transport == "nccl" else None
 
+    async def publish_again(self, *, engines: Sequence[str]) -> WeightSource:
+        """The version that was published last, for engines that have not got it; a broadcast is prepared anew for exactly these."""
+        last = self._published[-1]
+        if last.reaches is not None:
+            call = self._actors[0].publish_again.remote(list(engines))
+            last = (await self._wait("publish_again", [asyncio.ensure_future(_result(call))]))[0]
+            self._published[-1] = last
+        return last
+
     async def _send(self) -> None:
-        await self._wait("send", [asyncio.ensure_future(_result(self._actors[0].send.remote()))])
+        """RefitError when the broadcast broke off; the ranks stay."""
+        broken = (await self._wait("send", [asyncio.ensure_future(_result(self._actors[0].send.remote()))]))[0]
+        if broken is not None:
+            raise RefitError(broken)
 
     async def weights_digest(self) -> str:
         """Model digest over the weights as they are sent to engines."""

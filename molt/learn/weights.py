@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,15 +44,20 @@ class Publisher:
     What engines read stays until the next version is published.
     """
 
-    def __init__(self, policy: Policy, transport: str) -> None:
-        """transport: file, ipc or nccl."""
+    def __init__(
+        self, policy: Policy, transport: str, *, gpus_per_engine: int = 1, host: str = "127.0.0.1", limit_s: float = 300.0
+    ) -> None:
+        """transport: file, ipc or nccl. host: this machine as engines reach it. limit_s: longest broadcast."""
         self.policy = policy
         self.transport = transport
+        self.gpus_per_engine = gpus_per_engine
+        self.host = host
+        self.limit_s = limit_s
         self._offer: Offer | None = None
         self._sender: NcclSender | None = None
 
-    def publish(self, version: int, folder: Path, engines: Sequence[str], gpus_per_engine: int) -> WeightSource | None:
-        """Make a version ready. A collective; rank 0 returns where the weights are."""
+    def publish(self, version: int, folder: Path, engines: Sequence[str]) -> WeightSource | None:
+        """Make a version ready. A collective; rank 0 returns where the weights are. engines: whom a broadcast will reach."""
         tensors = sent_tensors(self.policy, is_on_device=self.transport != "file")
         if dist.get_rank() != 0:
             return None
@@ -63,11 +67,24 @@ class Publisher:
         if self.transport == "ipc":
             self._offer = offer_ipc(tensors, policy_version=version, digests=digests)
             return self._offer.source
-        if self._sender is None:
-            self._sender = NcclSender(engines, gpus_per_engine=gpus_per_engine)
+        self._sender = self._sender_to(engines)
         return self._sender.source(tensors, policy_version=version, digests=digests)
+
+    def publish_again(self, engines: Sequence[str]) -> WeightSource:
+        """Rank 0: make the version that was published last ready for a broadcast to these engines."""
+        assert self._sender is not None, "nothing was published for a broadcast"
+        before, self._sender = self._sender, self._sender_to(engines)
+        return before.source_by(self._sender)
 
     def send(self) -> None:
         """Rank 0: broadcast what was published last (nccl). Returns when every engine has it; they must be receiving meanwhile."""
         assert self._sender is not None, "nothing was published for a broadcast"
-        asyncio.run(self._sender.send())
+        self._sender.send()
+
+    def _sender_to(self, engines: Sequence[str]) -> NcclSender:
+        """The group of exactly these engines: the one that is there, or a new one."""
+        if self._sender is not None:
+            if self._sender.engines == tuple(engines) and not self._sender.is_broken:
+                return self._sender
+            self._sender.close()
+        return NcclSender(engines, gpus_per_engine=self.gpus_per_engine, host=self.host, limit_s=self.limit_s)

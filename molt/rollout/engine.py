@@ -8,6 +8,7 @@ resume   ... generation goes on; tokens sampled from now on carry the new versio
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -86,6 +87,11 @@ class WeightSource:
     """Hugging Face tensor name to blake2b-128 hex of its bytes, C order, in the dtype sent."""
     options: dict[str, str] = field(default_factory=dict)
     """Further facts of the transport."""
+
+    @property
+    def reaches(self) -> frozenset[str] | None:
+        """nccl: the engines that the broadcast must reach, all of them or none. None: any engine may take the weights, at any time."""
+        return frozenset(json.loads(self.options["init"])) if self.transport == "nccl" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,9 @@
 refit:  hold rollouts' calls -> pause all -> every engine loads and compares digests -> all that agree resume
         none agrees: RefitError, the old version serves on everywhere
         some do not: those are out of service (their rollouts are tried again elsewhere) until a later refit succeeds on them
-An engine that dies is out of service for good; when none is left, EngineError.
+An engine that dies is out of service for good, and another starts in its place: a newcomer. It takes the newest weights from where
+they lie (file, handles), or waits for a broadcast of its own; rollouts wait with it when no other engine serves. When none is left and
+none comes, EngineError.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 MAX_REPLACEMENTS = 3
 """New engines in place of one that was asked for."""
 _PROBE_LIMIT_S = 60.0
+_LOOK_S = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +45,8 @@ class Berth:
     """Rollouts that stick to it now."""
     is_stale: bool = False
     """It has not the newest weights: out of service until it takes them."""
+    is_newcomer: bool = False
+    """It came in place of another, could not take the weights by itself, and no refit was tried on it yet."""
     death: str | None = None
     """Why it is out of service for good."""
     num_replaced: int = 0
@@ -83,12 +88,15 @@ class Fleet:
         return [berth for berth in self.berths.values() if berth.is_serving]
 
     async def take_berth(self) -> Berth:
-        """The least loaded engine, with one more rollout. Waits for a replacement when none serves; EngineError when none comes."""
+        """The least loaded engine, with one more rollout. Waits for a newcomer when none serves; EngineError when none comes."""
         while not self.serving:
-            if not self._coming:
+            if self._coming:
+                await asyncio.wait(set(self._coming.values()), return_when=asyncio.FIRST_COMPLETED)
+            elif self.newcomers:
+                await asyncio.sleep(_LOOK_S)  # the driver refits it; a run that waits too long is ended by train.step_timeout_s
+            else:
                 told = {name: berth.death or "missed a refit" for name, berth in self.berths.items()}
                 raise EngineError(f"no engine is left to serve rollouts: {told}")
-            await asyncio.wait(set(self._coming.values()), return_when=asyncio.FIRST_COMPLETED)
         berth = min(self.serving, key=lambda item: item.num_rollouts)
         berth.num_rollouts += 1
         return berth
@@ -126,12 +134,16 @@ class Fleet:
             await berth.handle.start()
             async with self._one_refit:
                 self.berths[spec.name] = berth
+                if self._source is not None and self._source.reaches is not None:
+                    berth.is_newcomer = True
+                    return
                 if self._source is not None:
                     await berth.handle.pause("keep")
                     await berth.handle.refit(self._source)
                     await berth.handle.resume()
                 berth.is_stale = False
         except RefitError as error:
+            berth.is_newcomer = True
             _LOG.warning("engine %s waits for the next refit: %s", spec.name, error)
         except EngineError as error:
             self.berths[spec.name] = berth
@@ -141,18 +153,42 @@ class Fleet:
         finally:
             del self._coming[old.spec.name]
 
-    async def refit(self, source: WeightSource, *, pause_mode: str, send: Send | None = None) -> RefitTimes:
-        """Give all engines new weights. RefitError when no engine took them; then the old version serves on.
+    @property
+    def newcomers(self) -> list[str]:
+        """Engines that came in place of others and wait for weights."""
+        return [name for name, berth in self.berths.items() if berth.death is None and berth.is_newcomer]
+
+    async def alive(self) -> list[str]:
+        """Engines that a refit would reach now; waits for a newcomer when there is none."""
+        while self._coming and not self._handles():
+            await asyncio.wait(set(self._coming.values()), return_when=asyncio.FIRST_COMPLETED)
+        return list(self._handles())
+
+    def _handles(self) -> dict[str, EngineHandle]:
+        return {name: berth.handle for name, berth in self.berths.items() if berth.death is None}
+
+    async def refit(
+        self, source: WeightSource, *, pause_mode: str, send: Send | None = None, only: Sequence[str] | None = None
+    ) -> RefitTimes:
+        """Give engines new weights. RefitError when no engine took them; then the old version serves on.
 
         send: what the trainer does while engines receive (a broadcast); None when the weights lie ready.
+        only: these engines, in place of all.
         """
-        while self._coming and not any(berth.death is None for berth in self.berths.values()):
-            await asyncio.wait(set(self._coming.values()), return_when=asyncio.FIRST_COMPLETED)
+        await self.alive()
         async with self._one_refit:
-            return await self._refit(source, pause_mode, send)
+            return await self._refit(source, pause_mode, send, only)
 
-    async def _refit(self, source: WeightSource, pause_mode: str, send: Send | None) -> RefitTimes:
-        alive = {name: berth.handle for name, berth in self.berths.items() if berth.death is None}
+    def _reached(self, source: WeightSource, only: Sequence[str] | None) -> dict[str, EngineHandle]:
+        """The engines that a refit asks. RefitError for a broadcast that cannot reach all of its engines: it would never end."""
+        alive = self._handles()
+        if source.reaches is not None and (gone := sorted(source.reaches - alive.keys())):
+            raise RefitError(f"engine {', '.join(gone)} died after the trainer's process group was planned; plan it again")
+        wanted = source.reaches if source.reaches is not None else alive if only is None else only
+        return {name: handle for name, handle in alive.items() if name in wanted}
+
+    async def _refit(self, source: WeightSource, pause_mode: str, send: Send | None, only: Sequence[str] | None) -> RefitTimes:
+        alive = self._reached(source, only)
         begin = time.perf_counter()
         counts, unpaused = await self._each(alive, lambda handle: handle.pause(pause_mode))
         held = {name: alive[name] for name in counts}
@@ -171,7 +207,7 @@ class Fleet:
         if not good:
             raise RefitError("; ".join(f"{name}: {error}" for name, error in failed.items()) or "no engine is alive")
         for name in good:
-            self.berths[name].is_stale = False
+            self.berths[name].is_stale = self.berths[name].is_newcomer = False
         self.policy_version, self._source = source.policy_version, source
         verify_s = max(report.verify_s for report in good.values())
         return RefitTimes(
@@ -191,6 +227,8 @@ class Fleet:
         self, held: dict[str, EngineHandle], source: WeightSource, send: Send | None
     ) -> tuple[dict[str, RefitReport], dict[str, Exception]]:
         """Let paused engines take the weights, while the trainer sends them if it must. Every wait has vllm.refit_timeout_s."""
+        if source.reaches is not None and held.keys() != source.reaches:
+            return {}, {name: RefitError("not begun, since a broadcast needs every engine of its group") for name in held}
         receipt = self._each(held, lambda handle: handle.refit(source))
         if send is None:
             return await receipt
@@ -220,10 +258,16 @@ class Fleet:
             return
         for name in left:
             self.berths[name].is_stale = True
+            self.berths[name].is_newcomer = False  # it was tried and said no
         await self._each(left, lambda handle: handle.refuse(f"it missed a refit ({failed[handle.name]})"))
 
     async def sleep(self, level: int) -> None:
-        """Free the GPU memory of all engines while a trainer steps there; calls are held. One that cannot is replaced."""
+        """Free the GPU memory of all engines while a trainer steps there; calls are held. One that cannot is replaced.
+
+        An engine that is on its way is awaited: it would take its memory in the middle of the step.
+        """
+        if self._coming:
+            await asyncio.wait(set(self._coming.values()))
         await self._all_or_replaced(lambda handle: handle.sleep(level))
 
     async def wake(self, *, is_refit_next: bool) -> None:
@@ -233,8 +277,7 @@ class Fleet:
             await self._all_or_replaced(lambda handle: handle.resume())
 
     async def _all_or_replaced(self, ask: Callable[[EngineHandle], Awaitable[None]]) -> None:
-        alive = {name: berth.handle for name, berth in self.berths.items() if berth.death is None}
-        for name, error in (await self._each(alive, ask))[1].items():
+        for name, error in (await self._each(self._handles(), ask))[1].items():
             self.retire(name, str(error))
 
     async def _each(

@@ -152,15 +152,24 @@ class RolloutPool:
         engines = {name: berth.death or ("stale" if berth.is_stale else berth.num_rollouts) for name, berth in self._fleet.berths.items()}
         return f"{len(self._tasks)} groups, {self.num_members} rollouts in flight; rollouts by engine {engines}"
 
-    async def refit(self, source: WeightSource, *, step: int, send: Send | None = None) -> RefitTimes:
-        """Give all engines new weights, in the middle of calls when train.partial_rollout_enable is set.
+    async def engines(self) -> list[str]:
+        """Engines that a refit would reach now; waits for a newcomer when there is none."""
+        return await self._fleet.alive()
+
+    @property
+    def newcomers(self) -> list[str]:
+        """Engines that came in place of others and wait for weights."""
+        return self._fleet.newcomers
+
+    async def refit(self, source: WeightSource, *, step: int, send: Send | None = None, only: Sequence[str] | None = None) -> RefitTimes:
+        """Give all engines (or only some) new weights, in the middle of calls when train.partial_rollout_enable is set.
 
         send: what the trainer does while engines receive, for transport nccl. RefitError when no engine took them: refit_failed
         is in the log and the old version serves on.
         """
         mode = "keep" if self._config.train.partial_rollout_enable else "wait"
         try:
-            times = await self._fleet.refit(source, pause_mode=mode, send=send)
+            times = await self._fleet.refit(source, pause_mode=mode, send=send, only=only)
         except RefitError as error:
             await self._tell_refit_failed(source, step, {"all": str(error)})
             raise

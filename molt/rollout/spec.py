@@ -59,6 +59,8 @@ def engine_specs(config: Config, *, model_path: str | None = None, policy_versio
                 f"vllm.tensor_parallel_size={settings.tensor_parallel_size}, vllm.data_parallel_size={settings.data_parallel_size} "
                 "need vllm.engine=vllm; install it, or set both to 1"
             )
+        if settings.weight_transfer != "file":
+            raise SettingError(f"vllm.weight_transfer={settings.weight_transfer} needs vllm.engine=vllm; install it, or set it to file")
         options: dict[str, Any] = {"max_num_seqs": settings.max_num_seqs, "kv_on_refit": settings.kv_on_refit}
         env, num_gpus = {"OMP_NUM_THREADS": "1"}, 0
     else:

@@ -1,21 +1,23 @@
 """The trainer's side of a refit over CUDA: handles of tensors on the same GPU (ipc), or a broadcast to other GPUs (nccl).
 
     ipc  : offer = offer_ipc(tensors)                     keep it until every engine has taken offer.source
-    nccl : sender = NcclSender(engines)                   once
+    nccl : sender = NcclSender(engines)                   for one set of engines; another one when an engine was replaced
            source = sender.source(tensors, version)       names, shapes, digests; nothing moves yet
-           Fleet.refit(source, send=sender.send)          broadcast and receipt run at the same time
+           Fleet.refit(source, send=...)                  broadcast (sender.send) and receipt run at the same time
 
 The engines' side is vLLM's own weight transfer engine; see molt.rollout.vllm_weights.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
+import math
 import pickle
 import socket
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,30 +67,54 @@ def _description(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class NcclSender:
-    """Rank 0 of a process group of the trainer and every worker of every engine."""
+    """Rank 0 of a process group of the trainer and every worker of some engines.
 
-    def __init__(self, engines: Sequence[str], *, gpus_per_engine: int, host: str | None = None) -> None:
-        self._engines = list(engines)
+        __init__ --> the port is bound and held, so that nobody takes it before the engines come
+        source   --> engines learn the place;  send --> they meet, once, and the tensors go round
+        a broadcast that fails or passes its limit --> the group is broken off; make another one
+
+    A broadcast with a dead member never ends by itself, so it runs in a thread that is left behind.
+    """
+
+    def __init__(self, engines: Sequence[str], *, gpus_per_engine: int, host: str, limit_s: float) -> None:
+        """host: an address of this machine that the engines reach. limit_s: longest broadcast."""
+        self.engines = tuple(engines)
         self._gpus_per_engine = gpus_per_engine
-        self._host = host or socket.gethostbyname(socket.gethostname())
-        self._port = _free_port()
+        self._host = host
+        self._limit_s = limit_s
+        self._socket: socket.socket | None = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind((host, 0))
+        self._socket.listen()
+        self._port = int(self._socket.getsockname()[1])
         self._group: Any = None
         self._tensors: dict[str, torch.Tensor] = {}
+        self._digests: dict[str, str] = {}
+        self._version = 0
+        self.is_broken = False
+        """A broadcast went wrong: its members wait for each other in vain."""
 
     @property
-    def _world_size(self) -> int:
-        return 1 + len(self._engines) * self._gpus_per_engine
+    def world_size(self) -> int:
+        """The trainer and all workers of all engines."""
+        return 1 + len(self.engines) * self._gpus_per_engine
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port where the group meets."""
+        return self._host, self._port
 
     def source(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, digests: Mapping[str, str] | None = None) -> WeightSource:
         """Describe tensors that the next `send` broadcasts; digests, where they are known already."""
         self._tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        self._digests = digest_tensors(self._tensors) if digests is None else dict(digests)
+        self._version = policy_version
         packing = {"packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES, "packed_num_buffers": _NUM_BUFFERS}
-        place = {"master_address": self._host, "master_port": self._port, "world_size": self._world_size}
-        init = {name: {**place, **packing, "rank_offset": 1 + number * self._gpus_per_engine} for number, name in enumerate(self._engines)}
+        place = {"master_address": self._host, "master_port": self._port, "world_size": self.world_size}
+        init = {name: {**place, **packing, "rank_offset": 1 + number * self._gpus_per_engine} for number, name in enumerate(self.engines)}
         return WeightSource(
             policy_version=policy_version,
             transport="nccl",
-            digests=digest_tensors(self._tensors) if digests is None else dict(digests),
+            digests=self._digests,
             options={
                 "init": json.dumps(init),
                 "update": json.dumps({**_description(self._tensors), **packing}),
@@ -96,17 +122,47 @@ class NcclSender:
             },
         )
 
-    async def send(self) -> None:
-        """Broadcast what `source` described; returns when every engine has received it. The engines must be receiving meanwhile."""
-        await asyncio.to_thread(self._send, torch.cuda.current_device())
+    def source_by(self, other: NcclSender) -> WeightSource:
+        """Describe the same tensors, to be sent by another group."""
+        return other.source(self._tensors, policy_version=self._version, digests=self._digests)
+
+    def send(self) -> None:
+        """Broadcast what `source` described; the engines must be receiving meanwhile. RefitError when they did not get it in time."""
+        device = torch.cuda.current_device()
+        errors: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                self._send(device)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=body, name="broadcast", daemon=True)
+        thread.start()
+        thread.join(self._limit_s)
+        if thread.is_alive() or errors:
+            self.close()
+            why = f"{type(errors[0]).__name__}: {errors[0]}" if errors else f"it did not end within vllm.refit_timeout_s={self._limit_s:g}"
+            raise RefitError(f"the broadcast to {', '.join(self.engines)} broke off: {why}")
+
+    def meet(self) -> Any:
+        """vLLM's group for metadata, over the held port; waits for every worker."""
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        held, self._socket = self._socket, None
+        assert held is not None, "a group meets once"
+        return StatelessProcessGroup.create(
+            self._host, self._port, 0, self.world_size, store_timeout=math.ceil(self._limit_s), listen_socket=held
+        )
 
     def _send(self, device: int) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         torch.cuda.set_device(device)
         if self._group is None:
-            self._group = stateless_init_process_group(self._host, self._port, 0, self._world_size, device)
+            with _same_nccl_settings():
+                self._group = PyNcclCommunicator(self.meet(), device=device)
         packed_nccl_broadcast_producer(
             iterator=iter(self._tensors.items()),
             group=self._group,
@@ -117,11 +173,22 @@ class NcclSender:
         )
         torch.cuda.synchronize(device)
 
+    def close(self) -> None:
+        """Give up port and group; what waits in it is broken off."""
+        self.is_broken = True
+        if self._socket is not None:
+            self._socket.close()
+        if self._group is not None:
+            self._group.destroy()  # aborts; it waits a few seconds at most
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+
+def _same_nccl_settings() -> AbstractContextManager[Any]:
+    """Newer releases of vLLM pin NCCL settings of their own and lift them for groups that are shared with others; both sides must."""
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env
+    except ImportError:
+        return nullcontext()
+    return unpinned_nccl_env()
 
 
 def only_known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class VllmWeights:
         self._provable: set[str] = set()
         self._draft: list[str] = []
         """Names in the model folder that only a draft head uses: never sent, never loaded again."""
-        self._is_transfer_ready = False
+        self._joined: str | None = None
+        """The process group of the trainer that the workers are in."""
         self.provable_share = 0.0
         """Share of the weights' bytes that a refit compares in place."""
 
@@ -104,10 +105,12 @@ class VllmWeights:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         begin = time.perf_counter()
+        init = _init(source, self._name)
+        group = f"{init.get('master_address')}:{init.get('master_port')}"
         try:
-            if not self._is_transfer_ready:
-                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=_init(source, self._name)))
-                self._is_transfer_ready = True
+            if self._joined != group:
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+                self._joined = group
             await self.ask("molt_tap_open")
             await self._llm.start_weight_update()
             for chunk in _updates(source):

@@ -52,11 +52,19 @@ def test_shares_of_a_gpu_never_exceed_it() -> None:
         ({"placement": {"trainer": "apart"}}, "needs 2 GPUs"),
         ({"placement": {"trainer": "colocated"}, "vllm": {"tensor_parallel_size": 2}}, "engines of 2"),
         ({"fsdp": {"num_ranks": 2}}, "fsdp.num_ranks=2"),
+        ({"vllm": {"weight_transfer": "nccl"}}, "broadcast between GPUs"),
     ],
 )
 def test_too_few_gpus_are_told_with_the_way_out(rooms: dict[str, dict[str, object]], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         lay_out(config(**rooms), 1, has_frozen=False)
+
+
+@pytest.mark.parametrize("vllm", [{"weight_transfer": "ipc"}, {"sleep_level": 1}])
+def test_what_needs_a_shared_gpu_is_refused_where_trainer_and_engines_come_to_stand_apart(vllm: dict[str, object]) -> None:
+    assert lay_out(config(vllm=vllm), 1, has_frozen=False).is_colocated
+    with pytest.raises(SettingError, match=r"got placement\.trainer=apart"):
+        lay_out(config(vllm=vllm), 2, has_frozen=False)
 
 
 def test_a_seat_crosses_processes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 
 import pytest
@@ -70,6 +71,12 @@ class Scripted:
         if self.is_silent:
             raise EngineError(f"engine {self.name}: probe was not answered")
 
+    async def sleep(self, level: int) -> None:
+        self._note(f"sleep {level}")
+
+    async def wake(self) -> None:
+        self._note("wake")
+
     async def stop(self) -> None:
         self._note("stop")
 
@@ -98,6 +105,16 @@ async def started(num: int, harbour: Harbour) -> Fleet:
 
 def source(version: int) -> WeightSource:
     return WeightSource(policy_version=version, transport="file", path="p", digests={"a": "b"}, options={"size_bytes": "10"})
+
+
+def broadcast(version: int, *engines: str) -> WeightSource:
+    """Weights that reach exactly these engines, all at once."""
+    init = json.dumps({name: {} for name in engines})
+    return WeightSource(policy_version=version, transport="nccl", digests={"a": "b"}, options={"init": init})
+
+
+async def sent() -> None:
+    """A trainer's broadcast that goes well."""
 
 
 async def test_a_good_refit_pauses_loads_and_resumes_every_engine() -> None:
@@ -233,3 +250,62 @@ async def test_a_broadcast_runs_while_engines_receive_and_its_failure_is_a_refit
     with pytest.raises(RefitError, match="nothing came; the trainer's broadcast failed: no such port"):
         await fleet.refit(source(2), pause_mode="keep", send=fail)
     assert harbour.engines["e0"].log[-1] == "resume"
+
+
+async def test_a_broadcast_waits_for_no_engine_that_is_gone() -> None:
+    harbour = Harbour()
+    fleet = await started(2, harbour)
+    fleet.retire("e1", "it hangs")
+    with pytest.raises(RefitError, match="e1 died after the trainer's process group was planned"):
+        await fleet.refit(broadcast(1, "e0", "e1"), pause_mode="keep", send=sent)
+    assert harbour.engines["e0"].log == ["start"]  # it was not even paused
+
+
+async def test_a_broadcast_does_not_begin_when_one_of_its_engines_cannot_be_paused() -> None:
+    harbour = Harbour()
+    fleet = await started(2, harbour)
+    harbour.engines["e1"].is_dead = True
+    was_sent: list[int] = []
+
+    async def send() -> None:
+        was_sent.append(1)
+
+    with pytest.raises(RefitError, match="a broadcast needs every engine of its group"):
+        await fleet.refit(broadcast(1, "e0", "e1"), pause_mode="keep", send=send)
+    assert not was_sent and harbour.engines["e0"].log == ["start", "pause keep", "resume"]
+    assert fleet.berths["e1"].death is not None and fleet.policy_version == 0
+
+
+async def test_a_newcomer_gets_its_weights_by_a_broadcast_of_its_own() -> None:
+    harbour = Harbour()
+    fleet = await started(1, harbour)
+    await fleet.refit(broadcast(1, "e0"), pause_mode="keep", send=sent)
+    fleet.retire("e0", "it hangs")
+    rollout = asyncio.create_task(fleet.take_berth())
+    await asyncio.sleep(0.1)
+    assert fleet.newcomers == ["e0+1"] == await fleet.alive()
+    assert not rollout.done() and harbour.engines["e0+1"].log == ["start"]  # the old broadcast is over: it waits, and so do rollouts
+    times = await fleet.refit(broadcast(1, "e0+1"), pause_mode="keep", send=sent, only=["e0+1"])
+    assert set(times.engines) == {"e0+1"} and fleet.newcomers == []
+    assert (await rollout).spec.name == "e0+1"
+
+
+async def test_a_refit_for_some_leaves_the_others_alone() -> None:
+    harbour = Harbour()
+    fleet = await started(2, harbour)
+    await fleet.refit(source(1), pause_mode="wait", only=["e1"])
+    assert harbour.engines["e0"].log == ["start"] and harbour.engines["e1"].log == ["start", "pause wait", "refit", "resume"]
+
+
+async def test_sleep_waits_for_engines_on_their_way_and_a_refit_may_follow_the_wake() -> None:
+    harbour = Harbour()
+    fleet = await started(2, harbour)
+    fleet.retire("e1", "it hangs")
+    await fleet.sleep(2)
+    await fleet.wake(is_refit_next=True)
+    await fleet.refit(source(1), pause_mode="wait")
+    for name in ("e0", "e1+1"):
+        assert harbour.engines[name].log == ["start", "sleep 2", "wake", "pause wait", "refit", "resume"]
+    await fleet.sleep(1)
+    await fleet.wake(is_refit_next=False)
+    assert harbour.engines["e0"].log[-3:] == ["sleep 1", "wake", "resume"]
