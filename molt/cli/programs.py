@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import importlib.util
 import inspect
+import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,5 +59,19 @@ def run_quietly(program: str, /, *arguments: Any, is_quiet: bool, **named: Any) 
     """run_program; when is_quiet, what it prints goes to stderr, so that stdout holds one JSON document."""
     if not is_quiet:
         return run_program(program, *arguments, **named)
-    with contextlib.redirect_stdout(sys.stderr):
+    with _stdout_on_stderr():
         return run_program(program, *arguments, **named)
+
+
+@contextlib.contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """What this process prints, and what processes print that it starts meanwhile, goes to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
