@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from tools.device.models import make_dense_model, make_mtp_model
-from tools.device.parts import Child, Parts, flags, parser
+from tools.device.parts import ROOT, Child, Parts, flags, molt, parser
+from tools.device.readings import refits_of, steps_of
 from tools.device.world import World, make_world
 
 PUBLISHED = {
@@ -30,6 +31,8 @@ PUBLISHED = {
     "Qwen3-0.6B's layers on one H200 (MTP: a random 12-layer model whose draft head is made to be right about 80 % of the time), so "
     "only the direction and the share of each effect can be compared.",
 }
+SMALL = {"hidden_size": 512, "num_layers": 8, "ffn_size": 1536}
+"""Of the model of the run, so that its start takes no time."""
 ENGINES = ("graphs", "eager", "no_prefix", "mtp", "no_mtp")
 OFFLOADS = ("none", "optimizer", "full")
 
@@ -48,12 +51,14 @@ def main() -> int:
     if parts.run("world", trade.make_world):
         for mode in OFFLOADS:
             parts.run(f"offload_{mode}", lambda facts, mode=mode: trade.offload(facts, mode), needs_s=30)
-        with asyncio.Runner() as runner:
-            parts.run("engines", lambda facts: runner.run(trade.start(facts)), needs_s=60)
-            for name, body in trade.engine_parts().items():
-                parts.run(name, lambda facts, body=body: runner.run(body(facts)), needs_s=10)
-            parts.run("end", lambda facts: runner.run(trade.stop(facts)))
+        if arguments.engines:
+            with asyncio.Runner() as runner:
+                parts.run("engines", lambda facts: runner.run(trade.start(facts)), needs_s=60)
+                for name, body in trade.engine_parts().items():
+                    parts.run(name, lambda facts, body=body: runner.run(body(facts)), needs_s=10)
+                parts.run("end", lambda facts: runner.run(trade.stop(facts)))
         parts.run("ratios", trade.ratios)
+        parts.run("sleep_run", trade.sleep_run, needs_s=70)
     parts.table()
     return int(any("error" in facts for facts in parts.facts.values()))
 
@@ -84,7 +89,50 @@ class TradeOffs:
         facts["models"] = {name: str(folder) for name, folder in self.models.items()}
         facts["published"] = PUBLISHED
 
-    # The trainer
+    # Runs and the trainer
+
+    def sleep_run(self, facts: dict[str, Any]) -> None:
+        """A run whose engine sleeps at level 2 during every step, with answers in flight; engine and trainer must agree all along."""
+        name = f"sleep-{time.strftime('%H%M%S')}"
+        small, world, model = self.is_small, self.world, self.models["dense"]
+        assert world is not None, "the part `world` failed"
+        if not small:
+            model = make_dense_model(self.work / "dense-small", **SMALL, tokenizer=world.model)
+        own: dict[str, Any] = {
+            "run.dir": self.work / "runs",
+            "run.name": name,
+            "actor.model_name_or_path": model,
+            "actor.dtype": "float32" if small else "bfloat16",
+            "actor.implementation": "hf",
+            "actor.learning_rate": 1e-4,
+            "data.prompt_dataset": world.prompts,
+            "data.max_len": 160 if small else 512,
+            "train.agent_path": ROOT / "tools" / "device" / "even_agent.py",
+            "train.num_steps": 3 if small else 8,
+            "train.batch_size": 8 if small else 64,
+            "train.micro_batch_tokens": 512 if small else 16384,
+            "train.partial_rollout_enable": True,
+            "rollout.batch_size": 2 if small else 8,
+            "rollout.n_samples_per_prompt": 4 if small else 8,
+            "rollout.max_new_tokens": 32 if small else 384,
+            "rollout.max_concurrency": 256,
+            "algo.advantage.estimator": "grpo",
+            "algo.advantage.is_correction_mode": "trunc",
+            "ckpt.export": False,
+            "vllm.engine": self.engine,
+            "placement.trainer": "colocated",
+        }
+        if not small:
+            own |= {"vllm.enforce_eager": True, "vllm.kv_cache_space_gib": 16, "vllm.gpu_memory_utilization": 0.3}
+            own |= {"vllm.sleep_level": 2, "vllm.weight_transfer": "ipc"}
+        child = Child(molt("train", *flags(own)), log=self.parts.logs / "sleep-run.log")
+        facts["exit_code"] = child.wait(self.parts.left_s - 20)
+        run_dir = self.work / "runs" / name
+        steps = steps_of(run_dir)
+        facts |= {"num_steps": len(steps), "kl_by_step": [step["kl_mean"] for step in steps], "refits": refits_of(run_dir)[-3:]}
+        facts["audit"] = Child(molt("audit", str(run_dir)), log=self.parts.logs / "sleep-audit.log").wait(60)
+        if facts["exit_code"] != 0 or facts["audit"] != 0:
+            raise RuntimeError(child.tail())
 
     def offload(self, facts: dict[str, Any], mode: str) -> None:
         """One mode in a process of its own."""
@@ -148,9 +196,15 @@ class TradeOffs:
             raise RuntimeError(f"engines that did not start: {sorted(set(handles) - set(self.handles))}")
 
     def engine_parts(self) -> dict[str, Any]:
-        """The parts that need engines, in order; each names its own."""
-        sleeping = {} if self.is_small else {"sleep": self.sleep}
-        return {"graphs": self.graphs, "prefix": self.prefix, "mtp": self.mtp, **sleeping}
+        """The parts whose engines were asked for, in order."""
+        needs = {
+            "graphs": (self.graphs, {"graphs", "eager"}),
+            "prefix": (self.prefix, {"graphs", "no_prefix"}),
+            "mtp": (self.mtp, {"mtp", "no_mtp"}),
+            "sleep": (self.sleep, {"no_prefix"}),
+        }
+        asked = set(self.arguments.engines)
+        return {name: body for name, (body, own) in needs.items() if own <= asked and not (name == "sleep" and self.is_small)}
 
     async def graphs(self, facts: dict[str, Any]) -> None:
         """Tokens per second with CUDA graphs of decoding and without, by calls at once."""
