@@ -5,7 +5,8 @@ Axes: L packed tokens, N sampled tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ class TokenScorer(nn.Module):
         self.routes: Routes | None = None
         """Routing replay, where it is on."""
         head = lm.get_output_embeddings()
-        # A model that came sharded gathers its head in its own forward pass only.
-        self.has_plain_head = isinstance(head, nn.Linear) and not _scales_logits(lm.config) and not isinstance(lm, FSDPModule)
+        self.has_plain_head = isinstance(head, nn.Linear) and not _scales_logits(lm.config)
+        self.inner_head = InnerHead(head) if self.has_plain_head and isinstance(lm, FSDPModule) else None
 
     def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probs and (N,) entropies, nats, float32; the entropies are zeros unless wanted."""
@@ -64,8 +65,12 @@ class TokenScorer(nn.Module):
         inputs = self.inputs(packed, part)
         if self.routes is not None:
             self.routes.lay(packed.routes_LMK)
+        if self.inner_head is not None:
+            with self.inner_head.scores(packed, wants_entropy) as found:
+                logprobs_N = self.lm(**inputs, logits_to_keep=packed.index_N).logits
+            return logprobs_N, found[0]
         if not self.has_plain_head:
-            logits_NV = self.lm(**inputs, logits_to_keep=packed.index_N).logits.reshape(len(packed.index_N), -1)
+            logits_NV = self.lm(**inputs, logits_to_keep=packed.index_N).logits.flatten(0, -2)
             return logits_logprobs(logits_NV, packed.target_N, packed.temperature_N)
         hidden_ND = self.hidden(inputs)[packed.index_N]
         tp = None if self.mesh is None else self.mesh.tp
@@ -108,6 +113,39 @@ class TokenScorer(nn.Module):
     def dtype(self) -> torch.dtype:
         """Dtype that the layers compute in, for masks."""
         return next(self.lm.parameters()).dtype
+
+
+class InnerHead:
+    """The output head of a model that came sharded. Its weight is whole in its own forward pass only, so log-probs are computed there,
+    in place of logits, which would be whole too."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head = head
+        self.packed: Packed | None = None
+        self.wants_entropy = False
+        self.entropy: list[torch.Tensor] = []
+        head.forward = self.forward  # type: ignore[method-assign, assignment]
+
+    @contextmanager
+    def scores(self, packed: Packed, wants_entropy: bool) -> Iterator[list[torch.Tensor]]:
+        """What the next forward pass predicts; the list then holds its entropies."""
+        self.packed, self.wants_entropy, self.entropy = packed, wants_entropy, []
+        try:
+            yield self.entropy
+        finally:
+            self.packed = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(N,) log-probs."""
+        packed = self.packed
+        assert packed is not None, "a sharded head is asked through molt.learn.model"
+        hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+        weight, bias = self.head.weight, self.head.bias
+        logprobs_N, entropy_N = head_logprobs(
+            hidden_ND, weight, bias, packed.target_N, packed.temperature_N, wants_entropy=self.wants_entropy
+        )
+        self.entropy.append(entropy_N)
+        return logprobs_N
 
 
 class TokenValuer(nn.Module):
