@@ -9,11 +9,11 @@ import cyclopts
 from cyclopts import App
 
 from molt import __version__
-from molt.cli import ablate_verbs, audit_verbs, log_verbs, parity_verbs, run_verbs, sft_verbs, train_verbs
+from molt.cli import ablate_verbs, audit_verbs, log_verbs, parity_verbs, plan_verbs, run_verbs, sft_verbs, train_verbs
 from molt.cli.report import emit_error
 from molt.errors import MoltError, SettingError
 
-ROOMS = (train_verbs, sft_verbs, run_verbs, audit_verbs, ablate_verbs, parity_verbs, log_verbs)
+ROOMS = (train_verbs, plan_verbs, sft_verbs, run_verbs, audit_verbs, ablate_verbs, parity_verbs, log_verbs)
 """Modules that bring verbs; each has `mount(app)`."""
 
 

@@ -1,0 +1,175 @@
+"""How much memory a run needs on a trainer's GPU, on an engine's and on a host: bytes by what holds them, from shapes and settings.
+
+trainer   master weights, gradient and moments (float32, sharded) | whole layers while they compute | activations | log-probs of the head
+engine    weights of its part | cache of keys and values
+host      a float32 copy of the model in each rank that loads it | weights in shared memory | moments and weights that are offloaded
+
+Exact where it counts tensors that the code makes; activations are summed over what a layer keeps for its backward pass, in the manner of
+Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models), for gated layers and for mixtures. What is
+assumed has a constant here. Axes: L packed tokens of a micro-batch on one rank, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from molt.config import Config
+from molt.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from molt.learn.meta import Parameters
+
+GIB = float(1 << 30)
+CONTEXT_GIB = 1.5
+"""Assumed: CUDA context, NCCL's buffers and workspaces of cuBLAS in one process."""
+FRAGMENTED_SHARE = 0.05
+"""Assumed: share of a trainer's memory that its allocator cannot use."""
+ENGINE_WORK_GIB = 2.0
+"""Assumed: activations of an engine's largest batch and its captured graphs."""
+CHUNK_FLOATS, KEPT_FLOATS = 1 << 27, 1 << 28
+"""Of molt.learn.logprob on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """One line of a bill."""
+
+    what: str
+    gib: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """What one kind of place needs."""
+
+    needs: tuple[Need, ...]
+
+    @property
+    def gib(self) -> float:
+        """All of it."""
+        return sum(need.gib for need in self.needs)
+
+
+def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> Bill:
+    """One trainer rank at its fullest: in the backward pass of the largest micro-batch, moments included."""
+    fsdp, actor = config.fsdp, config.actor
+    width = 2 if actor.dtype == "bfloat16" else 4
+    local, copies = local_parameters(config, parameters), 1 + (config.algo.advantage.estimator == "gae")
+    layer, root = _whole_layer(config, parameters), (parameters.embedding + parameters.head) / fsdp.tp_size
+    tokens = config.train.micro_batch_tokens / fsdp.cp_size
+    per_layer = kept_per_token(config, shape) * tokens
+    kept = per_layer * shape.num_layers
+    if actor.gradient_checkpointing:
+        kept = per_layer + shape.num_layers * tokens * shape.hidden_size * width
+    on_host = fsdp.offload == "full"
+    moments = 0.0 if on_host else 8 * local * copies
+    needs = [
+        Need(what="weights", gib=(0 if on_host else 4 * local * copies) / GIB, why=f"float32, {local / 1e9:.3g} x 10^9 on this rank"),
+        Need(what="gradient", gib=(0 if on_host else 4 * local * copies) / GIB, why="float32, sharded like the weights"),
+        Need(
+            what="moments",
+            gib=moments / GIB,
+            why="two of AdamW, float32" + ("; on the host between updates" if fsdp.offload == "optimizer" else ""),
+        ),
+        Need(
+            what="whole layers",
+            gib=(width * (2 * layer + root) + (width + 4) * layer) / GIB,
+            why="two layers and the embeddings, one gradient",
+        ),
+        Need(
+            what="activations", gib=kept / GIB, why=f"{tokens:.0f} tokens, {'checkpointed' if actor.gradient_checkpointing else 'all kept'}"
+        ),
+        Need(what="head", gib=_head_bytes(config, shape, tokens, width) / GIB, why="log-probs of the vocabulary, and the head's gradient"),
+        Need(what="context", gib=CONTEXT_GIB, why="assumed"),
+    ]
+    if config.algo.kl.coef > 0 and config.reference.placement == "colocated" and not config.reference.offload:
+        needs.append(Need(what="reference", gib=4 * local / GIB, why="frozen, float32, sharded like the policy"))
+    if config.vllm.weight_transfer != "file":
+        needs.append(Need(what="refit", gib=width * parameters.total / GIB, why="all weights as they are sent, on the first rank"))
+    spare = FRAGMENTED_SHARE * sum(need.gib for need in needs)
+    return Bill(needs=(*needs, Need(what="fragments", gib=spare, why="assumed")))
+
+
+def local_parameters(config: Config, parameters: Parameters) -> float:
+    """Parameters whose shard lies on one rank."""
+    fsdp = config.fsdp
+    shards = fsdp.num_ranks / (fsdp.replicas * fsdp.tp_size)
+    if fsdp.ep_size > 1:  # AutoModel spreads experts over all ranks, replicas included
+        return (parameters.total - parameters.experts) / shards + parameters.experts / fsdp.num_ranks
+    return ((parameters.total - parameters.uncut) / fsdp.tp_size + parameters.uncut) / shards
+
+
+def _whole_layer(config: Config, parameters: Parameters) -> float:
+    """Parameters of one layer while it computes on one rank."""
+    if config.fsdp.ep_size > 1:
+        return parameters.layer - parameters.layer_experts + parameters.layer_experts / config.fsdp.ep_size
+    return parameters.layer / config.fsdp.tp_size
+
+
+def kept_per_token(config: Config, shape: ModelShape) -> float:
+    """Bytes that one layer keeps of a token for its backward pass, without checkpointing.
+
+    A norm: its input in float32, the same normed, and its output. Attention: q and k before and after their norms and their rotation, k
+    and v repeated for all heads (under context parallelism of the whole micro-batch), the output and its copy. Feed-forward: gate, up, the
+    activation and the product; for each expert of a token these, its input and its output. A sixth more than what was measured on small
+    models (tests/learn/test_memory.py), since kernels share some of it.
+    """
+    fsdp, width = config.fsdp, 2 if config.actor.dtype == "bfloat16" else 4
+    hidden, heads = shape.hidden_size, shape.num_heads * shape.head_dim / fsdp.tp_size
+    groups = shape.num_kv_heads * shape.head_dim / fsdp.tp_size
+    norm = hidden * (2 * width + 4)
+    attention = (heads + groups) * (4 * width + 4) + heads * width * (2 + 2 * fsdp.cp_size)
+    if shape.num_experts:
+        # Every part computes its own experts of all tokens; on average it has its share of the choices.
+        choices = shape.num_experts_per_token / fsdp.tp_size
+        forward = choices * (4 * shape.expert_size + 2 * hidden) * width
+    else:
+        forward = 4 * shape.intermediate_size * width / fsdp.tp_size
+    return 2 * norm + attention + forward
+
+
+def _head_bytes(config: Config, shape: ModelShape, tokens: float, width: int) -> float:
+    """Log-probs in chunks, those that wait for the backward pass, and the float32 gradient of the head."""
+    entries = shape.vocab_size / config.fsdp.tp_size
+    whole = 4 * tokens * entries
+    kept = whole if whole <= 4 * KEPT_FLOATS else 0.0
+    return kept + 3 * 4 * min(CHUNK_FLOATS, tokens * entries) + 4 * entries * shape.hidden_size
+
+
+def engine_bill(config: Config, shape: ModelShape, parameters: Parameters, gpu_gib: float) -> tuple[Bill, float]:
+    """One GPU of an engine, and how many sequences of data.max_len its cache holds."""
+    vllm = config.vllm
+    dtype = config.actor.dtype if vllm.dtype == "auto" else vllm.dtype
+    width = 2 if dtype == "bfloat16" else 4
+    weights = width * parameters.total / vllm.tensor_parallel_size / GIB
+    cache = vllm.kv_cache_space_gib
+    if cache is None:
+        cache = max(0.0, vllm.gpu_memory_utilization * gpu_gib - weights - ENGINE_WORK_GIB)
+    per_token = 2 * shape.num_layers * max(1.0, shape.num_kv_heads / vllm.tensor_parallel_size) * shape.head_dim * width
+    needs = (
+        Need(what="weights", gib=weights, why=f"{dtype}, a share of 1/{vllm.tensor_parallel_size}"),
+        Need(what="cache", gib=cache, why=f"{per_token / 1024:.0f} KiB a token"),
+        Need(what="work", gib=ENGINE_WORK_GIB, why="assumed: activations and graphs"),
+    )
+    return Bill(needs=needs), cache * GIB / (per_token * config.data.max_len)
+
+
+def host_bill(config: Config, parameters: Parameters, *, ranks_per_host: int) -> Bill:
+    """One host: what its ranks hold beside their GPUs."""
+    width = 2 if config.actor.dtype == "bfloat16" else 4
+    local = local_parameters(config, parameters)
+    needs = [
+        Need(
+            what="loading",
+            gib=4 * parameters.total * ranks_per_host / GIB,
+            why=f"a float32 copy in each of {ranks_per_host} ranks, at the start",
+        )
+    ]
+    if config.vllm.weight_transfer == "file":
+        needs.append(Need(what="shared memory", gib=2 * width * parameters.total / GIB, why="two versions of the weights in /dev/shm"))
+    if config.fsdp.offload != "none":
+        share = 8 if config.fsdp.offload == "optimizer" else 16
+        needs.append(Need(what="offloaded", gib=share * local * ranks_per_host / GIB, why=f"fsdp.offload={config.fsdp.offload}"))
+    return Bill(needs=tuple(needs))

@@ -1,0 +1,128 @@
+"""The bill of memory: activations beside what a model keeps, shares of every layout by hand, and clusters that are too small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from molt.cli import app
+from molt.config import Config
+from molt.fit import Cluster, Fit, fit
+from molt.learn import logprob
+from molt.learn.meta import Parameters, count_parameters
+from molt.learn.model import load_model
+from molt.memory import CHUNK_FLOATS, GIB, KEPT_FLOATS, kept_per_token, local_parameters
+from molt.model_shape import ModelShape
+from tests.learn.tiny import make_model, make_moe
+
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    """A model folder that holds a config.json alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def settings(**rooms: dict[str, Any]) -> Config:
+    return Config.model_validate(rooms)
+
+
+def ask(folder: Path, cluster: Cluster, **rooms: dict[str, Any]) -> Fit:
+    """The answer for a model folder."""
+    return fit(settings(**rooms), cluster, ModelShape.read(folder), count_parameters(folder))
+
+
+def kept_by_a_layer(folder: Path, dtype: str, num_layers: int = 2, num_tokens: int = 256) -> float:
+    """Bytes of a token that autograd keeps in one layer of a model on the CPU; embedding and last norm are a model without layers."""
+    found = []
+    for layers in (num_layers, 0):
+        scorer = load_model(str(folder), settings().actor, settings().fsdp)
+        lm = scorer.lm.to(getattr(torch, dtype))
+        del lm.model.layers[layers:]
+        lm.config.num_hidden_layers = layers
+        weights, kept, tensors = {p.untyped_storage().data_ptr() for p in lm.parameters()}, {}, []
+
+        def keep(
+            tensor: torch.Tensor, weights: set[int] = weights, kept: dict[int, int] = kept, tensors: list[Any] = tensors
+        ) -> torch.Tensor:
+            tensors.append(tensor)  # so that no memory is used twice
+            if tensor.untyped_storage().data_ptr() not in weights:
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        ids = torch.arange(num_tokens)[None]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            lm.model(input_ids=ids % 97, position_ids=ids, row_lengths=(num_tokens,), use_cache=False)
+        found.append(sum(kept.values()))
+    return (found[0] - found[1]) / num_layers / num_tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [make_model, make_moe])
+def test_activations_are_those_that_a_layer_keeps_and_a_little_more(tmp_path: Path, make: Any, dtype: str) -> None:
+    folder = make(tmp_path / "model")
+    ratio = kept_per_token(settings(actor={"dtype": dtype}), ModelShape.read(folder)) / kept_by_a_layer(folder, dtype)
+    assert 1.0 <= ratio < 1.5  # what is kept of a row of scores, or of an expert's choice, weighs more in a layer of 32 columns
+
+
+def test_chunks_of_the_head_are_those_of_the_log_probs() -> None:
+    assert (CHUNK_FLOATS, KEPT_FLOATS) == (logprob.CHUNK_FLOATS["cuda"], logprob.KEPT_FLOATS["cuda"])
+
+
+def test_parameters_are_counted_from_a_config_alone(tmp_path: Path) -> None:
+    dense, moe = count_parameters(write(tmp_path / "dense", QWEN3_4B)), count_parameters(write(tmp_path / "moe", QWEN3_30B_A3B))
+    # Published: 4.0B with a tied embedding of 151936 x 2560, and 30.5B of which 48 layers x 128 experts x 3 x 768 x 2048 are experts.
+    assert round(dense.total / 1e9, 2) == 4.02 and dense.embedding == 151936 * 2560 and dense.head == 0 and dense.experts == 0
+    assert round(moe.total / 1e9, 1) == 30.5 and moe.experts == 48 * 128 * 3 * 768 * 2048 and moe.head == 151936 * 2048
+
+
+def test_shares_of_the_weights_by_layout() -> None:
+    parameters = Parameters(total=1000, embedding=0, head=0, experts=600, layer=0, layer_experts=0, uncut=40)
+    # fsdp alone: 1000 / 4. Two replicas: 1000 / 2. tp2: (960 / 2 + 40) / 2. ep2: 400 / 4 + 600 / 4.
+    for fsdp, share in (({}, 250), ({"replicas": 2}, 500), ({"tp_size": 2}, 260), ({"cp_size": 2}, 250), ({"ep_size": 2}, 250)):
+        assert local_parameters(settings(fsdp={"num_ranks": 4, **fsdp}), parameters) == share
+
+
+def test_run_that_fits_and_the_same_on_cards_that_are_too_small(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", QWEN3_4B)
+    rooms: dict[str, Any] = {
+        "actor": {"model_name_or_path": str(folder), "dtype": "bfloat16", "gradient_checkpointing": True},
+        "fsdp": {"num_ranks": 4},
+        "vllm": {"num_engines": 4},
+    }
+    large = ask(folder, Cluster(num_gpus=8, gpu_gib=80), **rooms)
+    assert large.findings == () and large.layout is not None and not large.layout.is_colocated
+    # 16 bytes for each of 4.02e9 / 4 parameters are 15 GiB: weights, gradient, two moments.
+    assert sum(need.gib for need in large.trainer.needs[:3]) == pytest.approx(16 * 4.022e9 / 4 / GIB, rel=1e-3)
+    small = ask(folder, Cluster(num_gpus=8, gpu_gib=16), **rooms)
+    assert any(line.startswith("trainer: ") and "too much for 16 GiB" in line for line in small.findings)
+    few = ask(folder, Cluster(num_gpus=2, gpu_gib=80), **rooms)
+    assert any("fsdp.num_ranks=4 needs as many GPUs, there are 2" in line for line in few.findings)
+
+
+def test_plan_says_what_does_not_fit_and_leaves_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "model", QWEN3_30B_A3B)
+    words = ["plan", "--actor.model_name_or_path", str(folder), "--actor.dtype", "bfloat16", "--fsdp.num_ranks", "8", "--fsdp.ep_size"]
+    assert app.run([*words, "7", "--gpus", "16", "--gpu-memory-gib", "141", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["fits"] and any("fsdp.ep_size=7 does not divide the model's 128 experts" in line for line in told["findings"])
+    engines = ["--vllm.num_engines", "4", "--vllm.tensor_parallel_size", "2", "--actor.gradient_checkpointing"]
+    assert app.run([*words, "8", *engines, "--gpus", "16", "--gpu-memory-gib", "141"]) == 0
+    captured = capsys.readouterr()
+    assert "activations" in captured.out and "it fits" in captured.err
