@@ -34,11 +34,12 @@ def placed_findings(config: Config, *, is_colocated: bool) -> Iterator[str]:
 
 def _sleep(config: Config) -> Iterator[str]:
     """Calls in flight sleep with their engine and keep their tokens; their cache is gone, and no refit may wait for their end."""
-    train, level = config.train, config.vllm.sleep_level
-    if train.async_queue_size > 0 and not train.partial_rollout_enable:
+    level = config.vllm.sleep_level
+    if config.max_lag > 0 and not config.train.partial_rollout_enable:
         yield (
-            f"vllm.sleep_level={level} holds calls in flight while the trainer steps, and the refit after it waits for their end, got "
-            f"train.async_queue_size={train.async_queue_size}; set it to 0, or train.partial_rollout_enable"
+            f"vllm.sleep_level={level} holds calls in flight while the trainer steps, and the refit after it would wait for their end; "
+            f"set train.partial_rollout_enable, or let nothing run ahead: train.async_queue_size={config.train.async_queue_size} and "
+            "admission.max_lag to 0"
         )
     if config.vllm.kv_on_refit == "keep":
         yield f"vllm.sleep_level={level} drops the cache that vllm.kv_on_refit=keep would keep; set one of them to its default"

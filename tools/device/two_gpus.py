@@ -134,13 +134,16 @@ class TwoGpus:
             raise RuntimeError(f"molt train ended with {facts['exit_code']}: {child.tail()}")
 
     def refits(self, facts: dict[str, Any]) -> None:
-        """Bytes, seconds and GB/s of every refit; the first makes the group of the broadcast and counts apart."""
+        """Bytes, seconds and GB/s of every refit; one to other engines than before makes a new group and counts apart."""
         events = events_of(self.run_dir, "weights_refit")
+        engines = [sorted(json.loads(body["engines"])) for body in events]
         rates = [body["size_bytes"] / body["transfer_s"] / 1e9 for body in events]
+        known = [rate for number, rate in enumerate(rates) if number and engines[number] == engines[number - 1]]
         facts |= {
             "size_mib": round(events[0]["size_bytes"] / 2**20, 1),
             "num": len(events),
-            "gb_per_s": {"median": statistics.median(rates[1:]), "best": max(rates[1:]), "worst": min(rates[1:]), "first": rates[0]},
+            "gb_per_s": {"median": statistics.median(known), "best": max(known), "worst": min(known), "first": rates[0]},
+            "groups": [names for number, names in enumerate(engines) if not number or names != engines[number - 1]],
             "all": [
                 [
                     body["policy_version"],
