@@ -1,0 +1,67 @@
+"""Routes of a segment from its calls: absolute positions, each token once, the boundary token from the call that computes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from molt.agents.conversation import CallPrompt
+from molt.agents.routing import routing_payload, segment_routing
+from molt.agents.segments import SegmentBuilder, SegmentDraft
+from molt.errors import LineageError
+from molt.log.rows import TokenSource
+from tests.agents.scripted import generation
+
+
+def rows(*experts: int) -> np.ndarray:
+    """(len, 1, 2) int16: expert e and e + 1 for each position; -1 is unknown."""
+    return np.array([[[e, e + 1 if e >= 0 else -1]] for e in experts], np.int16)
+
+
+def draft_of(*calls: tuple[list[int], list[int], np.ndarray | None]) -> SegmentDraft:
+    builder = SegmentBuilder()
+    for turn, (prompt, sampled, routes) in enumerate(calls):
+        asked = CallPrompt(token_ids=np.array(prompt, np.int32), sources=((TokenSource.USER, len(prompt)),), opened_by="start")
+        builder.add(asked, replace(generation(sampled), routed_experts=routes), turn)
+    (draft,) = builder.segments
+    return draft
+
+
+def test_the_boundary_token_comes_from_the_next_turn_and_only_the_last_one_stays_unknown() -> None:
+    # Turn 1: 3 prompt + 2 sampled give 4 rows. Turn 2: 2 more observed + 1 sampled give 7 rows for 8 tokens.
+    draft = draft_of(([1, 2, 3], [4, 5], rows(10, 20, 30, 40)), ([1, 2, 3, 4, 5, 6, 7], [8], rows(11, 21, 31, 41, 50, 60, 70)))
+    routes = segment_routing(draft)
+    assert routes is not None and routes.dtype == np.int16
+    assert routes[:, 0, 0].tolist() == [10, 20, 30, 40, 50, 60, 70], "the first four keep what the first turn said"
+    assert len(routes) == len(draft.token_ids) - 1
+
+
+def test_rows_that_no_call_knew_stay_unknown() -> None:
+    draft = draft_of(([1, 2, 3], [4, 5], rows(10, -1, 30, 40)))
+    routes = segment_routing(draft)
+    assert routes is not None and routes[:, 0].tolist() == [[10, 11], [-1, -1], [30, 31], [40, 41]]
+
+
+def test_a_call_without_routes_leaves_its_tokens_unknown() -> None:
+    draft = draft_of(([1, 2], [3, 4], rows(10, 20, 30)), ([1, 2, 3, 4], [5], None))
+    routes = segment_routing(draft)
+    assert routes is not None and routes[:, 0, 0].tolist() == [10, 20, 30, -1]
+
+
+def test_a_dense_model_has_no_payload() -> None:
+    draft = draft_of(([1, 2], [3], None))
+    assert segment_routing(draft) is None and routing_payload(draft) is None
+
+
+def test_expert_ids_beyond_255_pass_into_the_payload() -> None:
+    payload = routing_payload(draft_of(([1, 2], [3], rows(254, 511))))
+    assert payload is not None and payload.kind == "routing"
+    assert np.frombuffer(payload.data, np.int16).reshape(payload.shape)[:, 0].tolist() == [[254, 255], [511, 512]]
+
+
+@pytest.mark.parametrize("bad", [rows(1, 2)[:1], np.zeros((9, 1, 2), np.int16), np.zeros((3, 2), np.int16)])
+def test_routes_of_another_length_or_shape_are_refused(bad: np.ndarray) -> None:
+    with pytest.raises(LineageError, match="routed experts of shape"):
+        segment_routing(draft_of(([1, 2], [3, 4], bad)))
