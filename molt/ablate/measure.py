@@ -130,7 +130,7 @@ class Tally:
                 kl_T=None if reference_T is None else kl_estimate(settings.kl.estimator, step.trainer_logprobs_T, reference_T),
                 values_T=step.columns["values"],
                 logprobs_T=step.trainer_logprobs_T,
-                teacher_logprobs_T=step.columns["teacher_logprobs"],
+                teacher_logprobs_T=teacher_of(step),
             )
             rows[place] = found.advantages_T.numpy()
         return rows, unavailable
@@ -240,12 +240,18 @@ class _Groups:
         return scale_R
 
 
+def teacher_of(step: ScoredStep) -> torch.Tensor | None:
+    """Log-probs of the frozen model of the run, as a teacher: what distilling towards the reference would do. # (T,)"""
+    own = step.columns["teacher_logprobs"]
+    return step.columns["reference_logprobs"] if own is None else own
+
+
 def _missing(step: ScoredStep, name: str, has_kl_reward: bool) -> list[str]:
     """Columns that an estimator needs and the step lacks."""
-    names = {"values": "values", "teacher_logprobs": "teacher_logprobs"}
-    needed = [names[need] for need in sorted(get_estimator(name).needs) if need in names]
-    needed += ["reference_logprobs"] if has_kl_reward else []
-    return [name for name in needed if step.columns[name] is None]
+    needs = get_estimator(name).needs
+    found = {"values": step.columns["values"], "teacher_logprobs": teacher_of(step)}
+    missing = [need for need in sorted(needs) if need in found and found[need] is None]
+    return [*missing, *(["reference_logprobs"] if has_kl_reward and step.columns["reference_logprobs"] is None else [])]
 
 
 def _powers(groups: _Groups, advantages_T: np.ndarray) -> np.ndarray:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from molt.ablate.measure import Tally
+from molt.ablate.measure import Tally, teacher_of
 from molt.ablate.plot import svg
 from molt.ablate.record import ScoredRun
 from molt.ablate.report import MEASURES, make_report
@@ -135,3 +136,10 @@ def test_the_plot_shows_every_variant(made):
     assert text.count("<circle") == 4 * 6
     assert all(f">{row.variant}</text>" in text for row in report.rows)
     assert 'font-weight="bold">grpo+off+token-mean<' in text
+
+
+def test_the_frozen_reference_serves_as_teacher_where_no_teacher_was_recorded(made):
+    step = next(iter(ScoredRun.open(made).steps()))
+    assert teacher_of(step) is step.columns["teacher_logprobs"]
+    without = replace(step, columns={**step.columns, "teacher_logprobs": None})
+    assert teacher_of(without) is step.columns["reference_logprobs"] is not None
