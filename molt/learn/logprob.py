@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from molt.learn import fused_head
+
 CHUNK_FLOATS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Largest (chunk, V) float32 block: 32 MiB on the CPU; 512 MiB on a GPU, where small blocks are launches and little else."""
 
@@ -113,10 +115,12 @@ def head_logprobs(
     wants_entropy: bool,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target under softmax(logits / temperature), and the entropy there (zeros when not wanted). Both (N,) float32.
+    """Log-prob of each target under softmax(logits / temperature), and the entropy there (perhaps zeros if not wanted). (N,) float32.
 
     group: ranks that share the vocabulary; every one has the same hidden states, and its own rows of the weight.
     """
+    if group is None and fused_head.is_usable(hidden_ND):
+        return fused_head.head_logprobs(hidden_ND, weight_VD, bias_V, target_N, temperature_N)
     return _HeadLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, temperature_N, wants_entropy, Vocabulary(group))
 
 
