@@ -19,8 +19,8 @@ from molt.data.prompts import PromptSet
 from molt.driver.evaluation import evaluate
 from molt.driver.house import House, alongside, open_house, say_started
 from molt.driver.leader import Leader
-from molt.driver.records import finish, save_checkpoint
-from molt.driver.refit import refit, refit_again, refit_newcomers
+from molt.driver.records import finish, record_step, save_checkpoint
+from molt.driver.refit import publish, refit, refit_again, refit_newcomers
 from molt.driver.versions import VersionClock
 from molt.errors import SettingError
 from molt.learn.result import StepResult
@@ -89,7 +89,7 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
         await train_step(house, leader, progress, plan, clock, wait_s=0.0, is_serving=False)
         step = plan.step + 1
     await house.pool.wake(is_refit_next=True)
-    await refit(house, leader, policy_version=clock.version, step=step - 1)
+    await refit(house, leader, await publish(house, clock.version), step=step - 1)
     await leader.redispatch(standing.open_members)
     return step, clock
 
@@ -101,15 +101,15 @@ async def train_step(
     progress.waiting(f"training step {plan.step}")
     if is_serving:
         await house.pool.sleep()
-    result = await house.ranks.train(plan)
-    await leader.record(plan, result, wait_s=wait_s)
-    is_due = clock.tick(plan.step, is_trained=result.refused is None)
+    result = await house.ranks.train(plan, waits_for_log=False)
+    is_due = clock.tick(plan.step, is_trained=result.refused is None) and is_serving
+    weights = await record_step(house, leader, plan, result, wait_s=wait_s, version=clock.version if is_due else None)
     if is_serving:
         forgets = house.config.vllm.sleep_level == 2
         await house.pool.wake(is_refit_next=is_due or forgets)
-        if is_due:
+        if weights is not None:
             progress.waiting(f"refit to version {clock.version}")
-            await refit(house, leader, policy_version=clock.version, step=plan.step)
+            await refit(house, leader, weights, step=plan.step)
         elif forgets:
             await refit_again(house, leader, step=plan.step)
     progress.step(leader.figures(plan, result, wait_s=wait_s))

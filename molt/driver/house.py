@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from molt import environ, machine
 from molt.agents.load import load_agent
@@ -30,6 +30,7 @@ from molt.rollout.spec import engine_kind
 from molt.runs import RunDir
 from molt.settings import config_digest
 
+T = TypeVar("T")
 OBJECT_STORE_BYTES = 256 << 20
 """Shared memory of a local Ray session: token rows pass through it, weights do not."""
 
@@ -124,6 +125,15 @@ async def alongside(background: Coroutine[Any, Any, None]) -> AsyncIterator[None
             task.cancel()
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
+
+
+async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
+    """What they return, in order; they begin in that order. The first error is raised once all have ended."""
+    ended = await asyncio.gather(*coroutines, return_exceptions=True)
+    for outcome in ended:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in ended if not isinstance(outcome, BaseException)]
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -52,9 +52,12 @@ class Leader:
         self.reader = house.reader
         self.producer = house.producer
         self.pool = house.pool
+        self.ranks = house.ranks
         self.say = say
         self.lsn_end = -1
         """Largest lsn when the newest step was recorded: what the weights build on lies at or before it."""
+        self.log_s = 0.0
+        """Seconds that the trainer stood still for the log since the newest step was recorded."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint of this attempt."""
         self.last_failure = "no failure"
@@ -277,7 +280,9 @@ class Leader:
         return plan
 
     async def write_plan(self, plan: StepPlan, verdicts: Sequence[GroupVerdict] = ()) -> None:
-        """Append a plan and the admissions that it rests on, in one message."""
+        """Append a plan and the admissions that it rests on, in one message; ranks read its rows meanwhile."""
+        self.ranks.expect(plan)
+        began = time.monotonic()
         text = plan_to_json(plan)
         planned = event(
             "batch_planned",
@@ -292,7 +297,8 @@ class Leader:
             seed=plan.seed,
             cursor=plan.cursor,
         )
-        await self.producer.append(events=[*(self._decided(verdict) for verdict in verdicts), planned])
+        await self.producer.append(events=[*(self._decided(verdict) for verdict in verdicts), planned], is_urgent=True)
+        self.log_s += time.monotonic() - began
 
     async def record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
         """Append what a step did: step_trained and its consumption in one message, or step_refused. The cursor goes with it."""
@@ -305,11 +311,12 @@ class Leader:
                 error=result.refused.error,
                 n_sampled=plan.n_sampled,
             )
-            ack = await self.producer.append(events=[refused])
+            ack = await self.producer.append(events=[refused], is_urgent=True)
             self._refused_in_row += 1
         else:
             self._refused_in_row = 0
-            ack = await self.producer.append(events=[step_trained(result, wait_s=wait_s)], consumption=consumption(plan, result))
+            trained = step_trained(result, wait_s=wait_s)
+            ack = await self.producer.append(events=[trained], consumption=consumption(plan, result), is_urgent=True)
         self.lsn_end = ack.lsn_end
         self.num_recorded += 1
         if result.refused is not None and self._refused_in_row >= MAX_REFUSED:

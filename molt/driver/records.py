@@ -1,16 +1,22 @@
-"""How an attempt ends and what it leaves: checkpoints with their log position, the exported model, attempt_ended."""
+"""What an attempt writes down: its steps, checkpoints with their log position, the exported model, how it ended."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Protocol
 
-from molt.driver.house import House
+from molt.admission.plan import StepPlan
+from molt.driver.house import House, together
 from molt.driver.leader import Leader
+from molt.driver.refit import publish
 from molt.errors import LogError, MoltError
+from molt.learn.result import StepResult
 from molt.log.rows import event
+from molt.rollout.engine import WeightSource
 
 
 class Listener(Protocol):
@@ -19,6 +25,35 @@ class Listener(Protocol):
     def note(self, text: str) -> None:
         """Say one line."""
         ...
+
+
+async def record_step(
+    house: House, leader: Leader, plan: StepPlan, result: StepResult, *, wait_s: float, version: int | None
+) -> WeightSource | None:
+    """Write down what a step did, scores and gate decisions before the step itself, while its weights are made ready as a version.
+
+    version: None where the engines get no new weights. Returns where the weights are; no engine has seen them yet.
+    """
+    result = replace(result, log_s=result.log_s + leader.log_s)
+
+    async def write() -> tuple[float, None]:
+        await house.ranks.settle()
+        await leader.record(plan, result, wait_s=wait_s)
+        return time.monotonic(), None
+
+    async def make_ready(version: int) -> tuple[float, WeightSource]:
+        source = await publish(house, version)
+        return time.monotonic(), source
+
+    began = time.monotonic()
+    if version is None:
+        written_at, _ = await write()
+        leader.log_s = written_at - began
+        return None
+    # The ranks are asked for weights first, so that they make them while the log takes the step.
+    (ready_at, source), (written_at, _) = await together(make_ready(version), write())
+    leader.log_s = max(0.0, written_at - ready_at)
+    return source
 
 
 async def save_checkpoint(house: House, leader: Leader, *, step: int, policy_version: int, is_final: bool = False) -> None:

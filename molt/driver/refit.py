@@ -15,9 +15,13 @@ NUM_TRIES = 3
 """Tries before the run stops; between them the old version serves on."""
 
 
-async def refit(house: House, leader: Leader, *, policy_version: int, step: int) -> None:
-    """Publish the weights as a version and let every engine take them; raises RefitError when none does."""
-    source = await house.ranks.publish_weights(policy_version, engines=await house.pool.engines())
+async def publish(house: House, policy_version: int) -> WeightSource:
+    """Make the weights ready for the engines as a version; none has seen them yet."""
+    return await house.ranks.publish_weights(policy_version, engines=await house.pool.engines())
+
+
+async def refit(house: House, leader: Leader, source: WeightSource, *, step: int) -> None:
+    """Let every engine take published weights; raises RefitError when none does."""
     await _take(house, leader, source, step=step)
 
 
@@ -59,6 +63,7 @@ async def _take(house: House, leader: Leader, source: WeightSource, *, step: int
                 size_bytes=times.size_bytes,
                 num_in_flight=times.num_in_flight,
             )
-        ]
+        ],
+        is_urgent=True,
     )
     leader.serve(source.policy_version)

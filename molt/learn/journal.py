@@ -1,13 +1,12 @@
 """A rank's side of the log: it reads its rows, and writes scores and gate decisions - or, in replay, compares them.
 
-record   read -> train -> append (acknowledged before the step counts)
+record   read (ahead, where the step was announced) -> train -> append (acknowledged before the step counts)
 replay   read -> train -> compare with what is there, bit for bit; the first difference ends it
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +18,7 @@ from molt.admission.plan import StepPlan
 from molt.algo.correction import Gate
 from molt.config import Config
 from molt.errors import CorruptLogError, ReplayMismatchError
+from molt.learn.ahead import RowsAhead
 from molt.learn.result import RecordedStep, StepResult
 from molt.learn.rows import MicroBatch, Row
 from molt.learn.step import Step
@@ -41,8 +41,8 @@ class Journal(Protocol):
         """Rows in the order asked, each checked against its digest."""
         ...
 
-    def scores(self, step: Step, rank: int) -> float:
-        """Keep (or compare) what one rank computed. Returns the seconds that it took."""
+    def scores(self, step: Step, rank: int) -> None:
+        """Keep (or compare) what one rank computed; it is durable on return."""
         ...
 
     def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
@@ -58,21 +58,27 @@ class LogJournal:
         self.config = config
         self.reader = reader
         self.producer = producer
+        self._ahead = RowsAhead(self._read)
+
+    def expect(self, segment_ids: Sequence[str]) -> None:
+        """Begin to read rows that a step will ask for soon."""
+        self._ahead.expect(segment_ids)
 
     def read(self, segment_ids: Sequence[str]) -> list[Row]:
         """Rows in the order asked."""
+        return self._ahead.take(segment_ids)
+
+    def _read(self, segment_ids: Sequence[str]) -> list[Row]:
         return read_rows(self.reader, segment_ids, wants_routes=self.config.train.routing_replay)
 
-    def scores(self, step: Step, rank: int) -> float:
+    def scores(self, step: Step, rank: int) -> None:
         """Append scores and gate decisions of one rank and wait for the ack; in replay, compare scores with those recorded."""
-        begun = time.monotonic()
         made = [score for number in range(len(step.batches)) for score in _scores(step, number, rank)]
         if self.producer is None:
             self._compare(step.plan, made)
         elif made:
             batches = zip(step.batches, step.columns.gates, strict=True)
             self.producer.append_sync(scores=made, events=[e for batch, gate in batches for e in self._gate_events(step.plan, batch, gate)])
-        return time.monotonic() - begun
 
     def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
         """Digests of batch, loss and weights against the record, where there is one."""

@@ -8,6 +8,7 @@ Ranks run this in step; every line marked "agree" is a collective, so all turn b
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ import torch
 from molt.admission.plan import StepPlan
 from molt.algo.advantage import compute_advantages, get_estimator
 from molt.algo.batch import RaggedBatch
-from molt.algo.correction import Gate, importance_gate
+from molt.algo.correction import importance_gate
 from molt.algo.kl import kl_estimate, kl_loss, next_coefficient
 from molt.algo.loss import entropy_loss, policy_loss, token_scale
 from molt.algo.reward import shape_rewards
@@ -31,7 +32,7 @@ from molt.learn.policy import Policy, Update
 from molt.learn.result import RecordedStep, Refusal, RefusalReason, StepResult
 from molt.learn.routes import Routes
 from molt.learn.rows import MicroBatch, Row, check_lineage, digest_of, micro_batches, row_digest
-from molt.learn.step import Columns, Step, WholeBatch
+from molt.learn.step import Columns, Step, WholeBatch, empty_gate
 from molt.learn.weights import sent_digest
 
 FrozenColumns = Sequence[np.ndarray]
@@ -56,13 +57,24 @@ class PolicyRank:
         self.routes: Routes | None = Routes.install(policy.scorer.lm) if config.train.routing_replay else None
         policy.scorer.routes = self.routes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._writing: Future[None] | None = None
+        """Scores and gate decisions of the newest step, on their way into the log."""
 
-    def train(self, plan: StepPlan, recorded: RecordedStep | None = None, frozen: FrozenColumns | None = None) -> StepResult:
+    def train(
+        self,
+        plan: StepPlan,
+        recorded: RecordedStep | None = None,
+        frozen: FrozenColumns | None = None,
+        *,
+        waits_for_log: bool = True,
+    ) -> StepResult:
         """One step. Every rank returns the same result; a refused step changes neither weights nor optimizer.
 
         recorded: what the log says of the step, in replay; a difference raises ReplayMismatchError. frozen: log-probs of the
-        reference or teacher, where it stands apart.
+        reference or teacher, where it stands apart. waits_for_log: whether scores and gate decisions are in the log on return;
+        without it settle() says when they are, and the step counts only then.
         """
+        self.settle()
         begun = time.monotonic()
         rows, refusal, log_s = self._read(plan)
         if refusal is not None:
@@ -72,14 +84,15 @@ class PolicyRank:
             step.whole = self._whole_batch(step)
         except NonFiniteError as error:  # the same on every rank: the inputs are
             return tally.refused(plan, _non_finite(error), train_s=time.monotonic() - begun, log_s=log_s)
+        row_digests = self._pool.submit(self._row_digests, step)
         refusal = self._pass(step)
         total = tally.total(exchange.gather(step.sums, self.group_size))
         if refusal is None and total.n_kept == 0:
             refusal = Refusal(
                 reason=RefusalReason.NOTHING_KEPT, error=f"no trainable token of {plan.n_sampled} sampled is left after the gate"
             )
-        digests = self._digests(step)
-        writing = self._write(step, refusal)
+        digests = self._digests(step, row_digests.result())
+        self._writing = self._write(step, refusal)
         update = None
         if refusal is None:
             update, refusal = self._update(step)
@@ -88,9 +101,9 @@ class PolicyRank:
         if refusal is None:
             update = self._more_epochs(step, update)
         weights_digest = self._weights_digest(plan) if refusal is None else None
-        if writing is not None:
+        if waits_for_log:
             waiting = time.monotonic()
-            step.known.metrics["log_write_s"] = writing.result()
+            self.settle()
             log_s += time.monotonic() - waiting
         result = tally.result(
             plan,
@@ -107,6 +120,12 @@ class PolicyRank:
         self.journal.compare_step(plan, result, recorded)
         self._steer(plan, total, refusal)
         return result
+
+    def settle(self) -> None:
+        """Return once everything that was written about the newest step is in the log; the error that kept it out is raised here."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def read(self, segment_ids: list[str]) -> list[Row]:
         """Rows of the log in the order asked."""
@@ -205,23 +224,25 @@ class PolicyRank:
 
     def _pass(self, step: Step) -> Refusal | None:
         """Forward, gate, loss and backward of every micro-batch, critic included; the refusal that all ranks agree on."""
-        found: Refusal | None = None
+        inputs = [batch.packed.to(self.policy.device) for batch in step.batches]
+        done: list[tuple[torch.Tensor, Refusal | None]] = []
         for number, batch in enumerate(step.batches):
             with torch.set_grad_enabled(not step.is_actor_frozen):
-                logprobs, entropy = self.policy(batch.packed, wants_entropy=True)
+                logprobs, entropy = self.policy(inputs[number], wants_entropy=True)
                 if len(step.columns.logprobs) == number:
                     step.columns.logprobs.append(logprobs.detach().cpu()[: 0 if batch.is_dummy else None])
                 loss, refusal = logprobs.sum() * 0.0, None
                 if batch.is_dummy:
-                    step.columns.gates.append(_empty_gate(step, number))
+                    step.columns.gates.append(empty_gate(step, number))
                 else:
                     loss, refusal = self._loss_or_refusal(step, number, logprobs, entropy)
-            step.sums.losses.append(float(loss.detach()))
-            found = found or refusal
             if not step.is_actor_frozen:
                 loss.backward()
+            done.append((loss.detach(), refusal))
         if self.beside.critic is not None:
             self.beside.critic.accumulate(step)
+        # Numbers are fetched now: each fetch waits for all that a GPU was given, so none stands between two micro-batches.
+        found = self._take_in(step, done)
         if self.routes is not None:
             step.sums.routes = exchange.of_slices(self.routes.take_counts(), self.config.fsdp)
             misrouted = self.routes.misrouted(step.sums.routes)
@@ -229,21 +250,33 @@ class PolicyRank:
                 found = found or Refusal(reason=RefusalReason.LINEAGE, error=f"rank {self.rank}: {misrouted}")
         return exchange.first_refusal(found)
 
+    def _take_in(self, step: Step, done: Sequence[tuple[torch.Tensor, Refusal | None]]) -> Refusal | None:
+        """Add up what the micro-batches noted; the first refusal, of a loss that is not finite too."""
+        step.sums.add_noted()
+        found: Refusal | None = None
+        for number, (loss, refusal) in enumerate(done):
+            value = float(loss)
+            step.sums.losses.append(value)
+            if refusal is None and not math.isfinite(value):
+                refusal = Refusal(reason=RefusalReason.NON_FINITE, error=f"{self._where(step, number)}: loss {value}")
+            found = found or refusal
+        return found
+
+    def _where(self, step: Step, number: int) -> str:
+        """A micro-batch in words."""
+        ids = ", ".join(step.plan.segments[p].segment_id for p in step.batches[number].places)
+        return f"rank {self.rank}, micro-batch {number} ({ids})"
+
     def _loss_or_refusal(
         self, step: Step, number: int, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, Refusal | None]:
         """Loss of one micro-batch; what is wrong with it becomes a refusal, so that the rank stays in step with the others."""
-        ids = ", ".join(step.plan.segments[p].segment_id for p in step.batches[number].places)
-        where = f"rank {self.rank}, micro-batch {number} ({ids})"
         try:
-            loss = self._loss(step, number, logprobs, entropy)
+            return self._loss(step, number, logprobs, entropy), None
         except (LineageError, NonFiniteError) as error:
             reason = RefusalReason.LINEAGE if isinstance(error, LineageError) else RefusalReason.NON_FINITE
-            step.columns.gates.append(_empty_gate(step, number))
-            return logprobs.sum() * 0.0, Refusal(reason=reason, error=f"{where}: {error}")
-        if not bool(torch.isfinite(loss)):
-            return loss, Refusal(reason=RefusalReason.NON_FINITE, error=f"{where}: loss {float(loss)}")
-        return loss, None
+            step.columns.gates.append(empty_gate(step, number))
+            return logprobs.sum() * 0.0, Refusal(reason=reason, error=f"{self._where(step, number)}: {error}")
 
     def _loss(self, step: Step, number: int, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         """Loss of one micro-batch with its graph; gate and sums are noted. Raises LineageError or NonFiniteError."""
@@ -273,7 +306,7 @@ class PolicyRank:
             if algo.kl.use == "loss":
                 loss = loss + algo.kl.coef * kl_loss(algo.kl.estimator, logprobs, reference_N.to(device), scale_N, weights_N)
         step.columns.gates.append(gate)
-        step.sums.add(gate, entropy.detach().cpu(), batch.is_trainable_N, output.metrics)
+        step.sums.note(gate, entropy.detach(), batch.is_trainable_N, output.metrics)
         return loss
 
     def _update(self, step: Step) -> tuple[Update | None, Refusal | None]:
@@ -329,16 +362,19 @@ class PolicyRank:
             kl = self.config.algo.kl
             self.kl_coef = next_coefficient(self.kl_coef, measured, target=kl.target, horizon=kl.horizon, n_steps=plan.num_rollouts)
 
-    def _digests(self, step: Step) -> tuple[str, str]:
-        """Batch digest and loss digest over all ranks."""
+    def _row_digests(self, step: Step) -> dict[int, str]:
+        """Digest of each own row with its advantages, by place."""
         advantages, offsets = step.known.advantages.advantages_T.numpy(), step.known.offsets
-        own = {p: row_digest(row, advantages[offsets[p] : offsets[p + 1]]) for p, row in step.rows.items()}
+        return {p: row_digest(row, advantages[offsets[p] : offsets[p + 1]]) for p, row in step.rows.items()}
+
+    def _digests(self, step: Step, own: dict[int, str]) -> tuple[str, str]:
+        """Batch digest and loss digest over all ranks. own: digests of this rank's rows."""
         facts: list[tuple[dict[int, str], list[float]]] = exchange.gather((own, step.sums.losses), self.group_size)
         by_place = {p: digest for found, _ in facts for p, digest in found.items()}
         losses = [np.float32(loss).tobytes().hex() for _, rank_losses in facts for loss in rank_losses]
         return digest_of([by_place[p] for p in range(len(step.plan.segments)) if p in by_place]), digest_of(losses)
 
-    def _write(self, step: Step, refusal: Refusal | None) -> Future[float] | None:
+    def _write(self, step: Step, refusal: Refusal | None) -> Future[None] | None:
         """Send scores and gates to the log (or compare them with it) while the update runs; the first rank of each data shard does."""
         if not self.is_first or (refusal is not None and refusal.reason is RefusalReason.LINEAGE):
             return None
@@ -352,19 +388,3 @@ class PolicyRank:
 
 def _non_finite(error: NonFiniteError) -> Refusal:
     return Refusal(reason=RefusalReason.NON_FINITE, error=str(error))
-
-
-def _empty_gate(step: Step, number: int) -> Gate:
-    """A gate that keeps nothing: of a dummy, or of a micro-batch that was refused."""
-    batch = step.batches[number]
-    count = len(batch.behaviour_N)
-    return importance_gate(
-        torch.zeros(count),
-        torch.zeros(count),
-        batch.packed.row_N[:count],
-        step.algo,
-        num_segments=len(batch.places),
-        is_trainable_T=torch.zeros(count, dtype=torch.bool),
-        version_T=torch.zeros(count, dtype=torch.int64),
-        trainer_version=step.plan.policy_version,
-    )

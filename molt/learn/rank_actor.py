@@ -147,17 +147,27 @@ class RankProcess(Member):
         producer = None
         if spec.mode == "record":
             producer = Producer(RaySink(self.log), name=f"rank-{spec.rank}-attempt-{spec.attempt}")
-        journal = LogJournal(config, LogReader.open(spec.run_dir), producer)
+        self.journal = LogJournal(config, LogReader.open(spec.run_dir), producer)
         kind = SupervisedRank if spec.objective == "supervised" else PolicyRank
-        self.ranked = kind(config, self.policy, journal, rank=spec.rank, beside=Beside(critic=critic, frozen=frozen))
+        self.ranked = kind(config, self.policy, self.journal, rank=spec.rank, beside=Beside(critic=critic, frozen=frozen))
         return str(self.policy.device)
 
-    def train(self, plan: StepPlan, recorded: RecordedStep | None, frozen: list[np.ndarray] | None = None) -> StepResult | None:
+    def expect(self, plan: StepPlan) -> None:
+        """Begin to read the rows of a step that comes next."""
+        self.journal.expect([plan.segments[place].segment_id for place in places_of(plan, self.ranked.rank)])
+
+    def train(
+        self, plan: StepPlan, recorded: RecordedStep | None, waits_for_log: bool, frozen: list[np.ndarray] | None = None
+    ) -> StepResult | None:
         """One step; rank 0 returns the result."""
-        result = self.ranked.train(plan, recorded, frozen)
+        result = self.ranked.train(plan, recorded, frozen, waits_for_log=waits_for_log)
         if self.spec.config.vllm.sleep_level and torch.cuda.is_available():
             torch.cuda.empty_cache()  # engines that slept meanwhile take their memory back now
         return result if self.spec.rank == 0 else None
+
+    def settle(self) -> None:
+        """Return once what the newest step wrote is in the log."""
+        self.ranked.settle()
 
     def evaluate(self, plan: StepPlan) -> float:
         """Mean negative log-prob over the targets of a plan, for supervised ranks."""

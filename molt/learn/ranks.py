@@ -109,15 +109,27 @@ class RankGroup:
             raise
         return group
 
-    async def train(self, plan: StepPlan, recorded: RecordedStep | None = None) -> StepResult:
-        """Train one planned step. A refused step comes back with refused set. Replay raises ReplayMismatchError at a difference."""
+    def expect(self, plan: StepPlan) -> None:
+        """Let the ranks read the rows of a plan while it is being written down."""
+        for actor in self._actors:
+            actor.expect.remote(plan)
+
+    async def train(self, plan: StepPlan, recorded: RecordedStep | None = None, *, waits_for_log: bool = True) -> StepResult:
+        """Train one planned step. A refused step comes back with refused set. Replay raises ReplayMismatchError at a difference.
+
+        waits_for_log: whether scores and gate decisions are in the log on return; without it, await settle() before the step counts.
+        """
         if len(plan.micro_batches) != self.config.fsdp.num_shards:
             fsdp = self.config.fsdp
             raise ReplayMismatchError(
                 f"step {plan.step} was planned for {len(plan.micro_batches)} data shards, fsdp.num_ranks={fsdp.num_ranks} over "
                 f"fsdp.tp_size x fsdp.cp_size={fsdp.group_size} are {fsdp.num_shards}; start with the planned number"
             )
-        return (await self._ask("train", plan, recorded, own=[a.score.remote(plan) for a in self._frozen] or None))[0]
+        return (await self._ask("train", plan, recorded, waits_for_log, own=[a.score.remote(plan) for a in self._frozen] or None))[0]
+
+    async def settle(self) -> None:
+        """Return once scores and gate decisions of the newest step are in the log."""
+        await self._ask("settle")
 
     async def evaluate(self, plan: StepPlan) -> float:
         """Mean negative log-prob over the targets of a plan, for a supervised group."""

@@ -70,8 +70,7 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
     train_s: float = 0.0
     log_s: float = 0.0
-    """Seconds that the step waited for the log: reading rows, and what was left of the writing after the update.
-    metrics["log_write_s"] is the whole of the writing."""
+    """Seconds that the step stood still for the log: for the plan's ack, for rows, and for the acks of what the step before wrote."""
     uses: tuple[SegmentUse, ...] = ()
     """In plan order."""
     refused: Refusal | None = None

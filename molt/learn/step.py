@@ -12,7 +12,7 @@ import torch
 
 from molt.admission.plan import StepPlan
 from molt.algo.advantage import Advantages
-from molt.algo.correction import Gate
+from molt.algo.correction import Gate, importance_gate
 from molt.config import AlgoSettings
 from molt.learn.rows import MicroBatch, Row
 from molt.learn.tally import Sums
@@ -81,3 +81,19 @@ class Step:
         """The whole batch, once it is known."""
         assert self.whole is not None, "the whole batch is not known yet"
         return self.whole
+
+
+def empty_gate(step: Step, number: int) -> Gate:
+    """A gate that keeps nothing: of a dummy, or of a micro-batch that was refused."""
+    batch = step.batches[number]
+    count = len(batch.behaviour_N)
+    return importance_gate(
+        torch.zeros(count),
+        torch.zeros(count),
+        batch.packed.row_N[:count],
+        step.algo,
+        num_segments=len(batch.places),
+        is_trainable_T=torch.zeros(count, dtype=torch.bool),
+        version_T=torch.zeros(count, dtype=torch.int64),
+        trainer_version=step.plan.policy_version,
+    )

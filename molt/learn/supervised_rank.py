@@ -54,9 +54,9 @@ class SupervisedRank(PolicyRank):
         gate = importance_gate(own_N, own_N, batch.packed.row_N, step.algo, num_segments=len(batch.places))
         step.columns.gates.append(gate)
         scale_N = step.known.scale_of(batch).to(logprobs.device)
-        step.sums.add(gate, entropy.detach().cpu(), batch.is_trainable_N, {})
+        step.sums.note(gate, entropy.detach(), batch.is_trainable_N, {})
         return -(scale_N * logprobs).sum()
 
-    def _write(self, step: Step, refusal: Refusal | None) -> Future[float] | None:
+    def _write(self, step: Step, refusal: Refusal | None) -> Future[None] | None:
         """Nothing: a demonstration has no behaviour to compare with, so it has neither scores nor gate decisions."""
         return None

@@ -46,6 +46,19 @@ class Sums:
     reference_kl: float = 0.0
     """Sum of the divergence from the reference over trainable tokens, at step start."""
 
+    noted: list[tuple[Gate, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = field(default_factory=list)
+    """Micro-batches that are not counted yet: their numbers may still be under way on a GPU."""
+
+    def note(self, gate: Gate, entropy_N: torch.Tensor, is_trainable_N: torch.Tensor, loss_sums: dict[str, torch.Tensor]) -> None:
+        """Keep one micro-batch to be counted; waits for nothing."""
+        self.noted.append((gate, entropy_N, is_trainable_N, loss_sums))
+
+    def add_noted(self) -> None:
+        """Count what was noted, in order."""
+        for gate, entropy_N, is_trainable_N, loss_sums in self.noted:
+            self.add(gate, entropy_N.cpu(), is_trainable_N, {name: value.cpu() for name, value in loss_sums.items()})
+        self.noted = []
+
     def add(self, gate: Gate, entropy_N: torch.Tensor, is_trainable_N: torch.Tensor, loss_sums: dict[str, torch.Tensor]) -> None:
         """Count one micro-batch."""
         ratio = gate.log_ratio_T[is_trainable_N].double()

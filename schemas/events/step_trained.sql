@@ -34,5 +34,5 @@ comment on column step_trained.loss_digest is 'blake2b-128 hex over the float32 
 comment on column step_trained.weights_digest is 'blake2b-128 hex of the weights after the step; null when not computed';
 comment on column step_trained.metrics is 'JSON object of further numbers';
 comment on column step_trained.train_s is 'seconds in the step';
-comment on column step_trained.log_s is 'seconds that the step waited for the log, reading and writing';
+comment on column step_trained.log_s is 'seconds that the step stood still for the log: for the ack of its plan, for rows, and for the acks of what the step before wrote';
 comment on column step_trained.wait_s is 'seconds waited for rollouts';

@@ -63,7 +63,7 @@ def make_leader(tmp_path: Path, writer: LogWriter, pool: ScriptedPool, **changes
     config = Config.model_validate(
         {"train": {"batch_size": 4, "num_steps": 20}, "rollout": {"batch_size": 2, "n_samples_per_prompt": 2}} | changes
     )
-    house = SimpleNamespace(reader=LogReader.open(tmp_path / "run"), producer=Producer(writer, "driver"), pool=pool)
+    house = SimpleNamespace(reader=LogReader.open(tmp_path / "run"), producer=Producer(writer, "driver"), pool=pool, ranks=None)
     return Leader(config, prompts=PromptSet.load(str(prompts), config.data), house=house, say=lambda text: None)
 
 
