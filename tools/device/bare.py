@@ -1,46 +1,103 @@
 """The other side of each ratio: vLLM alone, and a plain FSDP2 loop over the same packed rows, without anything of Molt's loop.
 
-python -m tools.device.bare CALLS.json     (vLLM alone; prints one JSON line)
+python -m tools.device.bare engine FOLDER               (vLLM alone on FOLDER/calls.json; one JSON line at the end)
+python -m tools.device.bare loop RUN_DIR SKIPPED STEP ... (a bare loop over recorded steps of a run; one JSON line at the end)
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.device.parts import Child
+
 PEAK_FLOPS = 989e12
 """Dense bf16 of one H200, by its data sheet."""
+GO_LIMIT_S = 400.0
+"""Longest wait of a started engine for the word to begin."""
+
+Call = tuple[list[int], int]
+"""Prompt ids, and how many tokens to sample."""
 
 
-def bare_engine(file: Path, log: Path, *, limit_s: float) -> dict[str, Any]:
-    """Run this module on the calls; what it measured."""
-    from tools.device.parts import Child
+class BareEngine:
+    """vLLM alone in a process of its own: it starts, says so, and waits for the word to begin."""
 
-    child = Child([sys.executable, "-m", "tools.device.bare", str(file)], log=log)
+    def __init__(self, config: Any, calls: Sequence[Call], *, work: Path, log: Path) -> None:
+        self._folder = work
+        self._log = log
+        self._child: Child | None = None
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        (work / "calls.json").write_text(json.dumps({"config": config.model_dump_json(), "calls": calls}))
+
+    def launch(self, *, card: int | None = None) -> None:
+        """Begin to start."""
+        env = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
+        self._child = Child([sys.executable, "-m", "tools.device.bare", "engine", str(self._folder)], log=self._log, env=env)
+
+    def measure(self, *, limit_s: float) -> dict[str, Any]:
+        """What it measured; it is started here where it was not before."""
+        if self._child is None:
+            self.launch()
+        assert self._child is not None, "it was launched"
+        (self._folder / "go").touch()
+        return _last_line(self._child, limit_s)
+
+    def end(self) -> None:
+        """End its process where one is left."""
+        if self._child is not None and self._child.process.poll() is None:
+            self._child.end()
+
+
+def bare_loop(run_dir: Path, steps: Sequence[int], num_skipped: int, *, log: Path, limit_s: float) -> dict[str, Any]:
+    """The plain loop over recorded steps of a run, in a process of its own."""
+    words = [sys.executable, "-m", "tools.device.bare", "loop", str(run_dir), str(num_skipped), *map(str, steps)]
+    return _last_line(Child(words, log=log), limit_s)
+
+
+def _last_line(child: Child, limit_s: float) -> dict[str, Any]:
     if child.wait(limit_s) != 0:
         raise RuntimeError(child.tail())
     return json.loads(child.log.read_text().strip().splitlines()[-1])
 
 
-async def engine_alone(file: Path) -> dict[str, Any]:
+async def engine_alone(folder: Path) -> dict[str, Any]:
     """Tokens per second of vLLM (or of the embedded engine in a rehearsal) given all calls at once."""
     from molt.config import Config
     from molt.rollout.spec import engine_specs
 
-    known = json.loads(file.read_text())
+    known = json.loads((folder / "calls.json").read_text())
     config = Config.model_validate_json(known["config"])
-    spec = engine_specs(config)[0]
     calls = [(prompt, count) for prompt, count in known["calls"]]
-    if spec.kind == "embedded":
-        return await _embedded(spec, calls)
-    import os
-
+    spec = engine_specs(config)[0]
     os.environ.update(spec.env)
+    generate, stop = await (_embedded(spec) if spec.kind == "embedded" else _vllm(spec))
+    try:
+        num_warm = min(len(calls), config.vllm.max_num_seqs)
+        await asyncio.gather(*(generate(f"warm-{i}", calls[i][0], min(32, calls[i][1])) for i in range(num_warm)))
+        began = time.monotonic()
+        while not (folder / "go").exists():
+            if time.monotonic() - began > GO_LIMIT_S:
+                raise TimeoutError(f"no word to begin came within {GO_LIMIT_S:g} s")
+            await asyncio.sleep(0.05)
+        begun = time.perf_counter()
+        counts = await asyncio.gather(*(generate(f"bare-{i}", *call) for i, call in enumerate(calls)))
+        seconds = time.perf_counter() - begun
+    finally:
+        await stop()
+    return {"tokens_per_s": sum(counts) / seconds, "n_sampled": sum(counts), "num_calls": len(calls)}
+
+
+async def _vllm(spec: Any) -> tuple[Any, Any]:
+    """AsyncLLM with the arguments of the run's engine: a call that samples exactly so many tokens, and its end."""
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -48,14 +105,15 @@ async def engine_alone(file: Path) -> dict[str, Any]:
     from molt.rollout.vllm_engine import VllmEngine
 
     arguments = VllmEngine(spec.model_path, name="bare", max_len=spec.max_len, dtype=spec.dtype, **spec.options)._arguments
-    arguments.pop("worker_extension_cls")
+    for name in ("worker_extension_cls", "weight_transfer_config"):
+        arguments.pop(name, None)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-    async def call(name: str, prompt: list[int], count: int) -> int:
+    async def generate(name: str, prompt: list[int], count: int) -> int:
         params = SamplingParams(
             max_tokens=count,
             temperature=1.0,
-            seed=1,
+            seed=hash(name) & 0x7FFFFFFF,
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
@@ -66,28 +124,36 @@ async def engine_alone(file: Path) -> dict[str, Any]:
             length = len(output.outputs[0].token_ids)
         return length
 
-    try:
-        await asyncio.gather(*(call(f"warm-{i}", *calls[i]) for i in range(min(32, len(calls)))))
-        began = time.perf_counter()
-        counts = await asyncio.gather(*(call(f"bare-{i}", *pair) for i, pair in enumerate(calls)))
-        return {"bare_tokens_per_s": sum(counts) / (time.perf_counter() - began)}
-    finally:
+    async def stop() -> None:
         llm.shutdown()
 
+    return generate, stop
 
-async def _embedded(spec: Any, calls: list[tuple[list[int], int]]) -> dict[str, Any]:
+
+async def _embedded(spec: Any) -> tuple[Any, Any]:
+    """The same for the embedded engine."""
     from molt.rollout.engine import Sampling
     from molt.rollout.spec import make_engine
 
     engine = make_engine(spec)
     await engine.start()
-    began = time.perf_counter()
-    done = await asyncio.gather(
-        *(engine.generate(f"bare-{i}", prompt, Sampling(max_new_tokens=count, seed=i)) for i, (prompt, count) in enumerate(calls))
-    )
-    seconds = time.perf_counter() - began
-    await engine.stop()
-    return {"bare_tokens_per_s": sum(len(generation.token_ids) for generation in done) / seconds}
+
+    async def generate(name: str, prompt: list[int], count: int) -> int:
+        sampling = Sampling(max_new_tokens=count, seed=hash(name) & 0x7FFFFFFF)
+        return len((await engine.generate(name, prompt, sampling)).token_ids)
+
+    return generate, engine.stop
+
+
+def loop_of(run_dir: Path, num_skipped: int, steps: Sequence[int]) -> dict[str, Any]:
+    """The bare loop over recorded steps of a run."""
+    from molt.cli.programs import load_program
+    from molt.log.reader import LogReader
+
+    reader = LogReader.open(run_dir)
+    record = load_program("replay").read_record(reader)
+    known = {plan.step: plan for plan, _ in record["plans"]}
+    return bare_steps(record["config"], [known[step] for step in steps], reader, num_skipped)
 
 
 def bare_steps(config: Any, plans: Sequence[Any], reader: Any, num_skipped: int) -> dict[str, Any]:
@@ -128,6 +194,7 @@ def bare_steps(config: Any, plans: Sequence[Any], reader: Any, num_skipped: int)
             for packed in (item.to(device) for item in micro):
                 logits = lm(**scorer.inputs(packed), logits_to_keep=packed.index_N).logits[0]
                 loss = F.cross_entropy(logits.float(), packed.target_N, reduction="sum") / 1000
+                del logits
                 loss.backward()
                 count = packed.input_ids.shape[1]
                 n_tokens += count
@@ -141,5 +208,51 @@ def bare_steps(config: Any, plans: Sequence[Any], reader: Any, num_skipped: int)
     return {"tokens_per_s": n_tokens / seconds, "mfu": flops / seconds / PEAK_FLOPS, "num_steps": len(batches) - num_skipped}
 
 
+def compare_heads(vocab_size: int, *, num_tokens: int = 8192, hidden_size: int = 1024) -> dict[str, Any]:
+    """The trainer's fused head beside the plain one on a GPU in bf16: largest differences, and milliseconds of forward and backward."""
+    import torch
+
+    from molt.learn import fused_head
+    from molt.learn.logprob import Vocabulary, _HeadLogprobs
+
+    seed = torch.Generator("cuda").manual_seed(0)
+    options: dict[str, Any] = {"generator": seed, "device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(num_tokens, hidden_size, **options)
+    weight = torch.randn(vocab_size, hidden_size, **options) * 0.03
+    target = torch.randint(0, vocab_size, (num_tokens,), generator=seed, device="cuda")
+    heat = torch.ones(num_tokens, device="cuda")
+    slope = torch.randn(num_tokens, generator=seed, device="cuda")
+
+    def fused(h: torch.Tensor, w: torch.Tensor) -> Any:
+        return fused_head.head_logprobs(h, w, None, target, heat)
+
+    def plain(h: torch.Tensor, w: torch.Tensor) -> Any:
+        return _HeadLogprobs.apply(h, w, None, target, heat, True, Vocabulary(None))
+
+    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {"is_usable": fused_head.is_usable(hidden)}
+    for name, head in (("fused", fused), ("plain", plain)):
+        for is_timed in (False, True):
+            h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            logp, entropy = head(h, w)
+            (slope * logp).sum().backward()
+            torch.cuda.synchronize()
+            if is_timed:
+                facts[f"{name}_ms"] = round(1000 * (time.perf_counter() - began), 2)
+                found[name] = (logp.detach(), entropy.detach(), h.grad, w.grad)
+    for what, one, other in zip(("logp", "entropy", "grad_hidden", "grad_weight"), *found.values(), strict=True):
+        facts[f"{what}_gap"] = float((one.float() - other.float()).abs().max() / other.float().abs().max())
+    return facts
+
+
+def main(words: Sequence[str]) -> dict[str, Any]:
+    """One side of a ratio, by its name."""
+    if words[0] == "engine":
+        return asyncio.run(engine_alone(Path(words[1])))
+    return loop_of(Path(words[1]), int(words[2]), [int(step) for step in words[3:]])
+
+
 if __name__ == "__main__":
-    print("\n" + json.dumps(asyncio.run(engine_alone(Path(sys.argv[1])))))
+    print("\n" + json.dumps(main(sys.argv[1:])))

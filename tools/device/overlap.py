@@ -1,171 +1,336 @@
-"""What the loop costs beside its parts: rollouts beside vLLM alone, steps beside a bare FSDP2 loop, async beside sync, the log's share.
+"""What the loop costs beside its parts: rollouts beside vLLM alone, training beside a bare FSDP2 loop, async beside sync, the log's share.
 
-python -m tools.device.overlap --limit-s 400 [--rehearse]
+python -m tools.device.overlap --limit-s 300 [--rehearse] [--tokens 384] [--ipc]
+
+    card 0   bare engine: start ... alone |          trainer:  async  sync  steps | bare loop
+    card 1   Molt's engine: start .......... pool            async  sync           |
+
+One run is opened once and its parts follow each other in it, so that both sides of a ratio have the same prompts, lengths, engine
+arguments, plans and cards. A random model of Qwen3-0.6B's shape answers with a fixed number of tokens. With one card the trainer sits
+beside the engine, and the bare engine comes last.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
+import itertools
 import shutil
 import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.device.bare import bare_engine, bare_steps
-from tools.device.parts import Child, Parts, flags, molt, parser
+from tools.device.bare import BareEngine, bare_loop, compare_heads
+from tools.device.parts import ROOT, Parts, flags, parser
 from tools.device.readings import interval, refits_of, steps_of
 from tools.device.world import World, make_world
 
-SKIPPED = 3
-"""Steps at the start that warm up and do not count."""
+VOCAB_SIZE = 151_936
+WARM_STEPS = 3
+"""Steps at the start of a part that do not count."""
+PHASES = ("pause_s", "transfer_s", "verify_s", "resume_s")
 
 
 def main() -> int:
     """All parts; 0 when none failed."""
-    arguments = parser(__doc__).parse_args()
-    overlap = Overlap(arguments)
+    made = parser(__doc__)
+    made.add_argument("--tokens", type=int, default=384, help="length of each answer")
+    made.add_argument("--async-steps", type=int, default=8, help="steps that count")
+    made.add_argument("--sync-steps", type=int, default=3, help="steps that count")
+    made.add_argument("--cards", type=int, default=None, help="GPUs to use; what there is when absent")
+    overlap = Overlap(made.parse_args())
     parts = overlap.parts
-    parts.run("world", overlap.make_world)
-    if overlap.world is not None:
-        parts.run("async", lambda facts: overlap.train(facts, lag=2), needs_s=60)
-        parts.run("sync", lambda facts: overlap.train(facts, lag=0), needs_s=60)
-        parts.run("steps", lambda facts: asyncio.run(overlap.steps(facts)), needs_s=40)
-        parts.run("rollouts", overlap.rollouts, needs_s=60)
+    if parts.run("world", overlap.make_world):
+        if not overlap.is_rehearsal:
+            parts.run("head", lambda facts: facts.update(compare_heads(VOCAB_SIZE)))
+        overlap.run_all()
+        if overlap.steps_trained:
+            parts.run("bare_loop", overlap.bare_loop, needs_s=25)
+        if not overlap.is_apart and overlap.bare is not None:
+            parts.run("alone", overlap.alone, needs_s=25 if overlap.is_rehearsal else 75)
         parts.run("ratios", overlap.ratios)
     parts.table()
     return int(any("error" in facts for facts in parts.facts.values()))
 
 
+class Quiet:
+    """The panel of a run that nobody watches."""
+
+    def waiting(self, what: str) -> None:
+        """Nothing."""
+
+    def step(self, figures: Any) -> None:
+        """One line."""
+        names = ("step", "n_kept", "lag", "ready", "running", "train_s", "log_s", "wait_s")
+        print(" ".join(f"{name}={figures[name]}" for name in names), flush=True)
+
+
 class Overlap:
     """The parts, and what one hands to the next."""
 
-    def __init__(self, arguments: Any) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
         self.is_rehearsal: bool = arguments.rehearse
         self.work: Path = arguments.work
         self.engine = arguments.engine or ("embedded" if self.is_rehearsal else "vllm")
         self.parts = Parts("overlap", arguments.out, work=arguments.work, limit_s=arguments.limit_s)
+        self.cards = _num_cards() if arguments.cards is None else arguments.cards
+        self.is_apart = self.cards > 1
         self.world: World | None = None
-        self.run_dir: Path | None = None
+        self.model: Path | None = None
+        self.name = f"overlap-{time.strftime('%H%M%S')}"
+        self.run_dir = self.work / "runs" / self.name
+        self.bare: BareEngine | None = None
+        self.plans: list[Any] = []
+        self.ends: list[float] = []
+        """When each step ended, seconds of the wall clock."""
+        self.steps_trained: list[int] = []
+        """Steps that the part `steps` trained again."""
 
     def make_world(self, facts: dict[str, Any]) -> None:
-        """Model and prompts."""
+        """Prompts, and a model of real size with SmolLM2's tokenizer."""
         self.world = make_world(self.work, is_rehearsal=self.is_rehearsal)
-        facts["model"] = str(self.world.model)
+        self.model = self.world.model
+        if not self.is_rehearsal:
+            from tools.device.models import make_dense_model
 
-    def settings(self, **own: Any) -> dict[str, Any]:
-        """Settings of the runs: answers of full length, so that both sides do the same work."""
+            self.model = make_dense_model(self.work / "qwen3-0.6b", vocab_size=VOCAB_SIZE)
+            for file in self.world.model.iterdir():
+                if not file.name.startswith(("model", "config", "pytorch")):
+                    shutil.copy(file, self.model / file.name)
+        facts |= {"model": str(self.model), "cards": self.cards, "is_apart": self.is_apart}
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of the run: answers of full length, so that both sides do the same work."""
         small, world = self.is_rehearsal, self.world
         assert world is not None, "the part `world` failed"
-        common: dict[str, Any] = {
+        own: dict[str, Any] = {
             "run.dir": self.work / "runs",
-            "actor.model_name_or_path": world.model,
+            "run.name": self.name,
+            "actor.model_name_or_path": self.model,
             "actor.dtype": "float32" if small else "bfloat16",
             "actor.implementation": "hf",
             "actor.learning_rate": 1e-6,
             "data.prompt_dataset": world.prompts,
-            "data.max_len": 160 if small else 512,
-            "train.agent_path": world.agent,
-            "train.num_steps": 5 if small else 16,
+            "data.max_len": 160 if small else self.arguments.tokens + 128,
+            "train.agent_path": ROOT / "tools" / "device" / "even_agent.py",
+            "train.num_steps": 1000,
             "train.batch_size": 8 if small else 256,
-            "train.micro_batch_tokens": 512 if small else 32768,
-            "train.weights_digest_interval": 10,
+            "train.micro_batch_tokens": 512 if small else 16384,
+            "train.weights_digest_interval": 0,
+            "train.async_queue_size": 2,
+            "train.partial_rollout_enable": True,
             "rollout.batch_size": 2 if small else 32,
             "rollout.n_samples_per_prompt": 4 if small else 8,
-            "rollout.max_new_tokens": 8 if small else 256,
+            "rollout.max_new_tokens": 24 if small else self.arguments.tokens,
             "rollout.num_workers": 1 if small else 4,
-            "rollout.max_concurrency": 32 if small else 192,
+            "rollout.max_concurrency": 8 if small else 64,
             "algo.advantage.estimator": "grpo",
             "algo.advantage.is_correction_level": "token",
             "algo.advantage.is_correction_mode": "trunc",
             "ckpt.export": False,
+            "log.seal": False,
             "vllm.engine": self.engine,
-            "placement.trainer": "colocated",
+            "vllm.kv_on_refit": "keep",
+            "vllm.max_num_seqs": 8 if small else 256,
+            "placement.trainer": "apart" if self.is_apart and not small else "colocated",
         }
         if not small:
-            common |= {"vllm.kv_cache_space_gib": 16, "vllm.compile": False, "vllm.gpu_memory_utilization": 0.3, "vllm.max_num_seqs": 512}
-        return common | own
+            transfer = "nccl" if self.is_apart else "ipc" if self.arguments.ipc else "file"
+            own |= {"vllm.kv_cache_space_gib": 24, "vllm.compile": False, "vllm.gpu_memory_utilization": 0.3}
+            own |= {"vllm.weight_transfer": transfer}
+        return own
 
-    def train(self, facts: dict[str, Any], *, lag: int) -> None:
-        """A run of its own; seconds of a step from one step's end to the next."""
-        name = f"overlap-lag{lag}-{time.strftime('%H%M%S')}"
-        settings = self.settings(**{"run.name": name, "train.async_queue_size": lag})
-        child = Child(molt("train", *flags(settings)), log=self.parts.logs / f"overlap-lag{lag}.log")
-        facts["exit_code"] = child.wait(self.parts.left_s - 20)
-        run_dir = self.work / "runs" / name
-        steps, refits = steps_of(run_dir)[SKIPPED:], refits_of(run_dir)[SKIPPED:]
-        if not steps:
-            raise RuntimeError(child.tail())
-        if lag:
-            self.run_dir = run_dir
-        whole = [step["train_s"] + step["wait_s"] for step in steps]
-        pauses = [sum(refit[key] for key in ("pause_s", "transfer_s", "verify_s", "resume_s")) for refit in refits]
-        facts |= {
-            "num_steps": len(steps),
-            "step_s": interval(whole)["mean"],
-            "train_s": interval([step["train_s"] for step in steps])["mean"],
-            "wait_s": interval([step["wait_s"] for step in steps])["mean"],
-            "log_s": interval([step["log_s"] for step in steps])["mean"],
-            "log_share": sum(step["log_s"] for step in steps) / sum(whole),
-            "refit_s": interval(pauses)["mean"] if pauses else None,
-            "sampled_per_s": sum(step["n_sampled"] for step in steps) / sum(whole),
-        }
+    # One run, part after part.
 
-    async def steps(self, facts: dict[str, Any]) -> None:
-        """The recorded plans again with nothing beside: ranks and log, then a bare loop on the same packed rows."""
-        assert self.run_dir is not None, "the part `async` made no run"
-        from molt.cli.programs import load_program
-        from molt.driver.house import ray_session
-        from molt.learn.ranks import RankGroup
-        from molt.log.actor import start_log_actor, stop_log_actor
-        from molt.log.reader import LogReader
+    def run_all(self) -> None:
+        """Open the run, measure in it, close it."""
+        run, stack = self.parts.run, AsyncExitStack()
+        with asyncio.Runner() as runner:
 
-        copy = self.work / "copies" / self.run_dir.name
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(self.run_dir, copy)
-        record = load_program("replay").read_record(LogReader.open(copy))
-        config, plans = record["config"], [plan for plan, _ in record["plans"]]
-        with ray_session(config):
-            log = start_log_actor(copy, run=self.run_dir.name, attempt=9, store=config.log.store)
-            ranks = await RankGroup.start(config, run_dir=copy, run=self.run_dir.name, attempt=9, log=log, num_steps=record["num_steps"])
+            def wait(part: Coroutine[Any, Any, None], reserve_s: float = 15.0) -> None:
+                runner.run(self.bounded(part, reserve_s))
+
             try:
-                results = [await ranks.train(plan) for plan in plans]
+                if run("open", lambda facts: wait(self.open(facts, stack)), needs_s=30 if self.is_rehearsal else 100):
+                    if self.is_apart:
+                        run("alone", self.alone, needs_s=20)
+                    run("pool", lambda facts: wait(self.pool(facts)), needs_s=20)
+                    run("async", lambda facts: wait(self.steps_async(facts)), needs_s=40)
+                    run("sync", lambda facts: wait(self.steps_sync(facts)), needs_s=40)
+                    run("steps", lambda facts: wait(self.steps_again(facts)), needs_s=30)
             finally:
-                await ranks.stop()
-                stop_log_actor(log)
-        n_tokens = [sum(row.n_tokens for row in plan.segments) for plan in plans]
-        counted = slice(SKIPPED, None)
-        seconds = sum(result.train_s for result in results[counted])
-        facts["molt"] = {
-            "tokens_per_s": sum(n_tokens[counted]) / seconds,
-            "log_share": sum(result.log_s for result in results[counted]) / seconds,
-        }
-        facts["bare"] = await asyncio.to_thread(bare_steps, config, plans, LogReader.open(copy), SKIPPED)
-        facts["ratio"] = facts["molt"]["tokens_per_s"] / facts["bare"]["tokens_per_s"]
-        facts["molt"]["mfu"] = facts["bare"]["mfu"] * facts["ratio"]
+                if self.bare is not None:
+                    self.bare.end()
+                run("close", lambda facts: wait(stack.aclose(), reserve_s=0), needs_s=-60)
 
-    def rollouts(self, facts: dict[str, Any]) -> None:
-        """Tokens per second through workers, agents and the log; then of vLLM alone on the same calls, in a process of its own."""
-        from molt.driver.house import ray_session
+    async def bounded(self, part: Coroutine[Any, Any, None], reserve_s: float) -> None:
+        """No part outlasts the program by more than it takes to stop it."""
+        async with asyncio.timeout(max(30.0, self.parts.left_s - reserve_s)):
+            await part
+
+    async def open(self, facts: dict[str, Any], stack: AsyncExitStack) -> None:
+        """Log, engine, workers, trainer, and the first refit; the bare engine starts meanwhile where it has a card."""
+        from molt.agents.preflight import preflight
+        from molt.cli.programs import load_program
+        from molt.driver.house import open_house
+        from molt.driver.leader import Leader
+        from molt.runs import create_run
         from molt.settings import resolve
-        from tools.bench.loop import pool_tokens_per_s
 
-        config = resolve([], tuple(flags(self.settings())))
-        folder = self.work / "pool" / time.strftime("%H%M%S")
-        with ray_session(config):
-            facts["tokens_per_s"], calls = asyncio.run(pool_tokens_per_s(config, folder, 8 if self.is_rehearsal else 256))
-        file = self.work / "calls.json"
-        file.write_text(json.dumps({"config": config.model_dump_json(), "calls": [(prompt.tolist(), count) for prompt, count in calls]}))
-        facts |= {"num_calls": len(calls), **bare_engine(file, self.parts.logs / "overlap-bare.log", limit_s=self.parts.left_s - 10)}
-        facts["ratio"] = facts["tokens_per_s"] / facts["bare_tokens_per_s"]
+        self.config = config = resolve([], tuple(flags(self.settings())))
+        known = preflight(config)
+        size = config.rollout.n_samples_per_prompt
+        num_groups = 3 * config.rollout.num_workers * config.rollout.max_concurrency // size
+        self.pool_prompts = [known.prompts[index] for index in range(num_groups)]
+        firsts = [known.renderer.layout(prompt.messages, {}).gaps[0].token_ids.tolist() for prompt in self.pool_prompts]
+        calls = [(ids, config.rollout.max_new_tokens) for ids in firsts for _ in range(size)]
+        self.bare = BareEngine(config, calls, work=self.work / "bare", log=self.parts.logs / "overlap-bare.log")
+        if self.is_apart:
+            self.bare.launch(card=0)
+        self.rl = load_program("rl")
+        num_steps = config.train.num_steps or 1
+        house = open_house(config, create_run(config), num_steps=num_steps, say=lambda text: None)
+        self.house = await stack.enter_async_context(house)
+        self.leader = Leader(config, prompts=known.prompts, house=self.house, say=lambda text: None)
+        self.step, self.clock = await self.rl.take_up(self.house, self.leader, Quiet(), num_steps)
+        facts |= {"devices": self.house.ranks.devices, "num_calls": len(calls), "prompt_tokens": sum(map(len, firsts)) / len(firsts)}
+
+    def alone(self, facts: dict[str, Any]) -> None:
+        """vLLM alone on the same calls, in a process of its own; Molt's engine does nothing meanwhile."""
+        assert self.bare is not None, "the part `open` made no calls"
+        facts |= self.bare.measure(limit_s=self.parts.left_s - 10)
+
+    async def pool(self, facts: dict[str, Any]) -> None:
+        """The same calls through workers, agent and log, while nothing trains."""
+        await self._roll_out(min(4, len(self.pool_prompts)), "warm")
+        began = time.monotonic()
+        n_sampled = await self._roll_out(len(self.pool_prompts), "pool")
+        facts |= {"tokens_per_s": n_sampled / (time.monotonic() - began), "n_sampled": n_sampled}
+
+    async def _roll_out(self, num_groups: int, name: str) -> int:
+        """Groups at once; tokens sampled when all are in the log."""
+        from molt.rollout.tasks import GroupTask
+
+        members = tuple(range(self.config.rollout.n_samples_per_prompt))
+        tasks = [
+            GroupTask(
+                group_id=f"{name}-p{index}", epoch=0, order_index=index, prompt=prompt, group_size=len(members), members=members,
+                purpose="eval",
+            )
+            for index, prompt in enumerate(self.pool_prompts[:num_groups])
+        ]  # fmt: skip
+        await asyncio.gather(*(self.house.pool.dispatch(task) for task in tasks))
+        groups = [group async for group in self.house.pool.results(self.parts.left_s)]
+        if failed := [item.error for group in groups for item in group.failed]:
+            raise RuntimeError(f"{len(failed)} rollouts failed, the first with {failed[0]}")
+        return sum(done.n_sampled for group in groups for done in group.done)
+
+    async def steps_async(self, facts: dict[str, Any]) -> None:
+        """Steps of the run while the engine generates up to two versions ahead."""
+        await self._train(facts, num_warm=WARM_STEPS, num_steps=self.arguments.async_steps)
+
+    async def steps_sync(self, facts: dict[str, Any]) -> None:
+        """The same run strictly on-policy: what was in flight is dropped as stale first."""
+        leader = self.leader
+        leader.config = leader.config.model_copy(update={"train": leader.config.train.model_copy(update={"async_queue_size": 0})})
+        leader.inbox.rule = replace(leader.inbox.rule, max_lag=0)
+        await self._train(facts, num_warm=2, num_steps=self.arguments.sync_steps)
+
+    async def _train(self, facts: dict[str, Any], *, num_warm: int, num_steps: int) -> None:
+        """Steps of the loop, and what they were."""
+        from molt.driver.house import alongside
+
+        house, leader, first = self.house, self.leader, len(self.ends)
+        async with alongside(leader.feed()):
+            for _ in range(num_warm + num_steps):
+                began = time.monotonic()
+                plan = await leader.next_plan(self.step, num_ranks=self.config.fsdp.num_shards, is_stopped=lambda: False)
+                assert plan is not None, "there are prompts left"
+                await self.rl.train_step(house, leader, Quiet(), plan, self.clock, wait_s=time.monotonic() - began)
+                self.step += 1
+                self.plans.append(plan)
+                self.ends.append(time.time())
+        facts |= self._figures(first + num_warm)
+
+    def _figures(self, first: int) -> dict[str, Any]:
+        """Of the steps from `first` on: seconds from one step's end to the next, and tokens in that time."""
+        ends, plans = self.ends[first - 1 :], self.plans[first:]
+        steps, refits = steps_of(self.run_dir)[first:], refits_of(self.run_dir)[-len(plans) :]
+        span, busy_s = ends[-1] - ends[0], sum(step["train_s"] for step in steps)
+        n_tokens = sum(row.n_tokens for plan in plans for row in plan.segments)
+        return {
+            "num_steps": len(plans),
+            "step_s": interval([later - earlier for earlier, later in itertools.pairwise(ends)]),
+            **{name: interval([step[name] for step in steps])["mean"] for name in ("train_s", "wait_s", "log_s")},
+            "log_share": sum(step["log_s"] for step in steps) / span,
+            "refit": {name: interval([refit[name] for refit in refits])["mean"] for name in PHASES},
+            "rollout_tokens_per_s": sampled_between(self.run_dir, ends[0], ends[-1]) / span,
+            "trained_tokens_per_s": n_tokens / span,
+            "trained_tokens_per_busy_s": n_tokens / busy_s,
+        }
+
+    async def steps_again(self, facts: dict[str, Any]) -> None:
+        """The recorded plans again through the same ranks and the log, one after the other, while nothing is generated."""
+        await self.house.pool.drain(5.0)
+        ranks, plans = self.house.ranks, self.plans[-(WARM_STEPS + 8) :]
+        ends, results = [], []
+        for plan in plans:
+            ranks.expect(plan)
+            results.append(await ranks.train(plan, waits_for_log=False))
+            ends.append(time.monotonic())
+        await ranks.settle()
+        n_tokens = sum(row.n_tokens for plan in plans[WARM_STEPS:] for row in plan.segments)
+        seconds, count = ends[-1] - ends[WARM_STEPS - 1], len(plans) - WARM_STEPS
+        self.steps_trained = [plan.step for plan in plans]
+        facts |= {
+            "num_steps": count,
+            "tokens_per_s": n_tokens / seconds,
+            "step_s": seconds / count,
+            "train_s": sum(result.train_s for result in results[WARM_STEPS:]) / count,
+            "read_share": sum(result.log_s for result in results[WARM_STEPS:]) / seconds,
+        }
+
+    def bare_loop(self, facts: dict[str, Any]) -> None:
+        """A bare FSDP2 loop on the same packed rows, in a process of its own; its arithmetic gives the MFU of both."""
+        log = self.parts.logs / "overlap-loop.log"
+        facts |= bare_loop(self.run_dir, self.steps_trained, WARM_STEPS, log=log, limit_s=self.parts.left_s - 10)
 
     def ratios(self, facts: dict[str, Any]) -> None:
         """What was to be shown."""
-        known = self.parts.facts
-        facts["rollout_to_bare"] = known["rollouts"].get("ratio")
-        facts["training_to_bare"] = known["steps"].get("ratio")
-        facts["async_to_sync_step"] = known["async"]["step_s"] / known["sync"]["step_s"]
-        facts["log_share"] = known["async"]["log_share"]
+
+        def of(part: str, key: str) -> float:
+            value = self.parts.facts.get(part, {}).get(key)
+            value = value["mean"] if isinstance(value, dict) else value
+            return float("nan") if value is None else float(value)
+
+        alone, bare = of("alone", "tokens_per_s"), of("bare_loop", "tokens_per_s")
+        facts |= {
+            "rollout_to_alone": of("pool", "tokens_per_s") / alone,
+            "rollout_while_training_to_alone": of("async", "rollout_tokens_per_s") / alone,
+            "training_to_bare": of("steps", "tokens_per_s") / bare,
+            "training_mfu": of("bare_loop", "mfu") * of("steps", "tokens_per_s") / bare,
+            "bare_mfu": of("bare_loop", "mfu"),
+            "async_to_sync_step": of("async", "step_s") / of("sync", "step_s"),
+            "log_share": of("async", "log_share"),
+        }
+
+
+def sampled_between(run_dir: Path, begin: float, end: float) -> int:
+    """Tokens of training rollouts that ended in that time."""
+    from molt.log.reader import LogReader
+
+    where = f"purpose = 'train' and finished_at > {begin} and finished_at <= {end}"
+    return int(sum(LogReader.open(run_dir).cut().table("segments", ["n_sampled"], where=where)["n_sampled"].to_pylist()))
+
+
+def _num_cards() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":
