@@ -25,6 +25,7 @@ RENAMED: dict[str, str] = {
     "actor.max_norm": "actor.max_grad_norm",
     "actor.lr_scheduler": "actor.schedule",
     "actor.gradient_checkpoint": "actor.gradient_checkpointing",
+    "actor.loss_agg_mode": "algo.loss.aggregation",
     "algo.kl.init_coef": "algo.kl.coef",
     "algo.advantage.lam": "algo.advantage.lambd",
     "algo.advantage.is_correction_gating": "algo.advantage.gate",
@@ -36,7 +37,9 @@ RENAMED: dict[str, str] = {
     "eval.steps": "eval.interval",
     "fsdp.param_dtype": "actor.dtype",
     "ref.model_name_or_path": "reference.model_name_or_path",
+    "reward.clip_range": "algo.reward.clip",
     "train.num_episodes": "train.num_epochs",
+    "vllm.sync_backend": "vllm.weight_transfer",
 }
 """Names that Molt has published before, and the name that each has now. Giving the old one is an error that says the new one."""
 

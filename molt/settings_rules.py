@@ -89,7 +89,7 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k} with algo.advantage.is_correction_level={level}: "
             "sampled log-probs are renormalised over the kept tokens, the trainer's are not, so that every ratio is biased; "
-            "set top_p to 1 and top_k to 0"
+            "set top_p to 1 and top_k to 0, or the level to off with train.async_queue_size=0"
         )
     if config.actor.min_learning_rate > config.actor.learning_rate:
         yield (

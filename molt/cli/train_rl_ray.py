@@ -15,16 +15,19 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 """Published flags whose need has gone; they are taken, and a line says why they do nothing."""
 
+RENAMED_VALUES: dict[tuple[str, str], str] = {("algo.advantage.gate", "binary_kl"): "kl"}
+"""Values that have another name now, by setting."""
+
 
 def translate(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     """The command line with today's names, and a line for each flag that was renamed or left out."""
     translated: list[str] = []
     notes: list[str] = []
-    is_dropping = False
+    is_dropping, setting = False, ""
     for token in tokens:
         if not token.startswith("--"):
             if not is_dropping:
-                translated.append(token)
+                translated.append(RENAMED_VALUES.get((setting, token), token))
             continue
         name, equals, value = token[2:].partition("=")
         key = name.replace("-", "_")
@@ -34,8 +37,11 @@ def translate(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if key in RENAMED:
             notes.append(f"--{name} is --{RENAMED[key]} now")
-            token = f"--{RENAMED[key]}{equals}{value}"
-        translated.append(token)
+        setting = RENAMED.get(key, key)
+        if equals:
+            translated.append(f"--{setting}={RENAMED_VALUES.get((setting, value), value)}")
+        else:
+            translated.append(f"--{setting}")
     return translated, notes
 
 

@@ -66,7 +66,7 @@ def make_model(folder: Path, *, seed: int = 0, hidden_size: int = 64, num_layers
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=SPECIAL.index(END),
         pad_token_id=0,

@@ -77,6 +77,14 @@ def test_published_command_line_parses_as_written(inputs, capsys) -> None:
     assert "--train.micro_batch_size does nothing here" in printed.err
 
 
+def test_published_divergence_gate_keeps_its_meaning() -> None:
+    words = "--algo.advantage.is_correction_gating binary_kl --algo.advantage.is_correction_level seq --actor.loss_agg_mode=token-mean"
+    translated, notes = train_rl_ray.translate(words.split())
+    expected = "--algo.advantage.gate kl --algo.advantage.is_correction_level seq --algo.loss.aggregation=token-mean"
+    assert translated == expected.split()
+    assert len(notes) == 2
+
+
 def test_dry_run_writes_nothing_and_says_so(molt, inputs, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
