@@ -230,6 +230,7 @@ class TradeOffs:
         """Turns of conversations that grow, with the cache of prefixes and without; and one long prompt, cold and again."""
         first, added, reply, count, turns = (96, 8, 8, 2, 3) if self.is_small else (4096, 128, 32, 16, 6)
         for name in ("graphs", "no_prefix"):
+            await self._calls(name, self._prompts(count, first, seed=50), 2)
             prompts, times, read = self._prompts(count, first), [], 0
             for turn in range(turns):
                 began = time.perf_counter()
