@@ -118,12 +118,17 @@ class Policy:
         """One call; a call that the engine cut goes on from the tokens it has, within the same budget and the same turn."""
         parts: list[Generation] = []
         prompt_ids = prompt.token_ids.tolist()
+        routes_from = self.builder.num_routed(prompt)
         for part_number in range(MAX_CONTINUATIONS):
             done_ids = [int(token_id) for part in parts for token_id in part.token_ids]
             request_id = f"{self._rollout_id}/{self.num_turns}/{part_number}"
-            sampling = replace(self._sampling, max_new_tokens=budget - len(done_ids), seed=call_seed(self._seed, request_id))
+            sampling = replace(
+                self._sampling, max_new_tokens=budget - len(done_ids), seed=call_seed(self._seed, request_id), routes_from=routes_from
+            )
             part = await self._generate(request_id, prompt_ids + done_ids, sampling)
             parts.append(part)
+            if part.routed_experts is not None:
+                routes_from = part.routes_from + len(part.routed_experts)
             if part.finish_reason is not FinishReason.ABORT:
                 return join_generations(parts)
             if len(done_ids) + len(part.token_ids) >= budget:
@@ -138,14 +143,16 @@ def call_seed(seed: int, request_id: str) -> int:
 
 
 def join_generations(parts: Sequence[Generation]) -> Generation:
-    """One generation out of the parts of a call that was cut and taken up again; routing comes from the last part."""
+    """One generation out of the parts of a call that was cut and taken up again; each part tells the routes that it computed first."""
     if len(parts) == 1:
         return parts[0]
+    told = [part for part in parts if part.routed_experts is not None]
     return Generation(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
         policy_versions=np.concatenate([part.policy_versions for part in parts]),
         kv_versions=np.concatenate([part.kv_versions for part in parts]),
         finish_reason=parts[-1].finish_reason,
-        routed_experts=parts[-1].routed_experts,
+        routed_experts=np.concatenate([part.routed_experts for part in told]) if told else None,
+        routes_from=told[0].routes_from if told else 0,
     )

@@ -36,8 +36,18 @@ class SegmentDraft:
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """(n,) float32, NaN where not sampled."""
     spans: list[Span] = field(default_factory=list)
-    routing: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    """(length of the prompt, routed experts) of each call."""
+    routing: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    """(length of the prompt, position of the first row, routed experts) of each call."""
+
+    @property
+    def num_routed(self) -> int:
+        """Positions from the first on whose routes are known; the next call need not tell them again."""
+        known = 0
+        for _, first, rows in self.routing:
+            if first <= known:
+                is_unknown = (rows < 0).all(axis=tuple(range(1, rows.ndim)))
+                known = max(known, first + (int(is_unknown.argmax()) if is_unknown.any() else len(rows)))
+        return known
 
 
 class SegmentBuilder:
@@ -67,8 +77,16 @@ class SegmentBuilder:
         draft.logprobs = np.concatenate([draft.logprobs, missing, np.asarray(generation.logprobs, np.float32)])
         draft.spans += spans
         if generation.routed_experts is not None:
-            draft.routing.append((len(prompt.token_ids), generation.routed_experts))
+            draft.routing.append((len(prompt.token_ids), generation.routes_from, generation.routed_experts))
         self.num_sampled += len(sampled)
+
+    def num_routed(self, prompt: CallPrompt) -> int:
+        """Positions of a call's prompt whose routes earlier calls of its segment have told."""
+        if not self.segments:
+            return 0
+        last = self.segments[-1]
+        is_continued = first_difference(last.token_ids, prompt.token_ids) == len(last.token_ids)
+        return min(last.num_routed, len(prompt.token_ids)) if is_continued else 0
 
     def _draft(self, prompt: CallPrompt) -> SegmentDraft:
         """The segment that the prompt continues, or a new one."""

@@ -227,11 +227,11 @@ class Batcher:
             if min([seat.kv_version, *request.versions[:1]]) != self._version:
                 seat.ids = []  # entries and routes of old weights serve the request that began under them, and nobody after it
             if seat.routes is not None:
-                routes = seat.routes[: len(request.ids) - 1].copy()
+                routes = seat.routes[request.sampling.routes_from : len(request.ids) - 1].copy()
         else:
             self._waiting.remove(request)
             if self.decoder.num_moe_layers:
-                routes = self._routes_for(request, None, 0)[: len(request.ids) - 1]
+                routes = self._routes_for(request, None, 0)[request.sampling.routes_from : len(request.ids) - 1]
         request.future.set_result(
             Generation(
                 token_ids=np.array(request.ids[request.prompt_len :], dtype=np.int32),
@@ -240,6 +240,7 @@ class Batcher:
                 kv_versions=np.array(request.kv_versions, dtype=np.int32),
                 finish_reason=reason,
                 routed_experts=routes,
+                routes_from=request.sampling.routes_from,
             )
         )
 

@@ -41,6 +41,8 @@ class Sampling:
     seed: int | None = None
     """Distinct for each call of each member of a group."""
     stop_token_ids: tuple[int, ...] = ()
+    routes_from: int = 0
+    """First position whose routed experts are wanted; an earlier call has told those before. At most the length of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,9 @@ class Generation:
     """(N,) int32: oldest version among the cache entries that each id attended to."""
     finish_reason: FinishReason
     routed_experts: np.ndarray | None = None
-    """(P + N - 1, L, K) int16: experts by absolute position, -1 where unknown; None for a dense model."""
+    """(P + N - 1 - routes_from, L, K) int16: experts by position, -1 where unknown; None for a dense model."""
+    routes_from: int = 0
+    """Position of the first row of routed_experts: as it was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,10 @@ from molt.errors import EngineError, LineageError
 from molt.rollout.engine import FinishReason, Generation, Sampling
 
 
+_SPARE_ROWS = 8
+"""Rows past the last token that vLLM may give: of steps that were under way when a call ended."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Call:
     """One running model call."""
@@ -71,7 +75,7 @@ class Handler:
 
 
 def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cache_kept: bool) -> Generation:
-    """A finished vLLM output as a Generation; LineageError when its columns do not fit each other."""
+    """A finished vLLM output as a Generation; LineageError when its columns do not fit each other. routes: from sampling.routes_from on."""
     completion = output.outputs[0]
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
     logprobs = np.array(
@@ -88,7 +92,8 @@ def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cach
         # With entries kept across a refit, each later token attends to some that the first version made.
         kv_versions=np.full_like(versions, call.marks[0][1]) if is_cache_kept and len(versions) else versions.copy(),
         finish_reason=_reason(call, completion),
-        routed_experts=None if routes is None else _fit(routes, len(call.prompt_ids) + len(token_ids) - 1),
+        routed_experts=None if routes is None else fit_routes(routes, len(call.prompt_ids) + len(token_ids) - 1 - call.sampling.routes_from),
+        routes_from=call.sampling.routes_from,
     )
 
 
@@ -121,8 +126,11 @@ def _compare_spans(call: Call, completion: Any, versions: np.ndarray) -> None:
             )
 
 
-def _fit(routes: np.ndarray, num_positions: int) -> np.ndarray:
-    """(num_positions, L, K) int16 from what the engine gave; rows that it lacks are unknown."""
+def fit_routes(routes: np.ndarray, num_positions: int) -> np.ndarray:
+    """(num_positions, L, K) int16 from what the engine gave; rows that it lacks are unknown, far too many are refused."""
+    if len(routes) > max(0, num_positions) + _SPARE_ROWS:
+        raise LineageError(f"vLLM gave routed experts of {len(routes)} positions where {num_positions} were asked for")
+    num_positions = max(0, num_positions)
     fitted = np.full((num_positions, *routes.shape[1:]), -1, dtype=np.int16)
     fitted[: min(num_positions, len(routes))] = routes[:num_positions]
     return fitted

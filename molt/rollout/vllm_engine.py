@@ -29,6 +29,8 @@ from molt.rollout.vllm_settings import engine_arguments
 from molt.rollout.vllm_weights import VllmWeights
 
 _SETTLE_S = 30.0
+_FIRST_ROUTE = "routed_experts_prompt_start"
+"""What vLLM calls Sampling.routes_from, where it has it."""
 
 
 class VllmEngine:
@@ -216,6 +218,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = call.sampling
+        asked = {_FIRST_ROUTE: sampling.routes_from} if self._is_delta(sampling) else {}
         return SamplingParams(
             max_tokens=min(sampling.max_new_tokens, self._max_len - len(call.prompt_ids)),
             temperature=sampling.temperature,
@@ -227,14 +230,23 @@ class VllmEngine:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            **asked,
         )
+
+    def _is_delta(self, sampling: Sampling) -> bool:
+        """Whether vLLM itself leaves out the routes that are known; releases that cannot give all of them, and the rest is cut here."""
+        from vllm import SamplingParams
+
+        is_able = _FIRST_ROUTE in getattr(SamplingParams, "__struct_fields__", ())
+        return self._is_cuda and self._capture_routes and sampling.routes_from > 0 and is_able
 
     async def _routes(self, call: Call, output: Any) -> np.ndarray | None:
         if self._is_cuda:
             given = output.outputs[0].routed_experts
-            return None if given is None else np.asarray(given).astype(np.int16)
+            first = 0 if self._is_delta(call.sampling) else call.sampling.routes_from
+            return None if given is None else np.asarray(given)[first:].astype(np.int16)
         answer = (await self._weights_of.ask("molt_take_routes", call.core_id))[0]
-        return np.frombuffer(answer["data"], dtype=np.int16).reshape(answer["shape"])
+        return np.frombuffer(answer["data"], dtype=np.int16).reshape(answer["shape"])[call.sampling.routes_from :]
 
     async def abort(self, request_id: str) -> None:
         """End one request early; an unknown id is fine."""

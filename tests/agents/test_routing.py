@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from molt.agents.conversation import CallPrompt
+from molt.agents.policy import join_generations
 from molt.agents.routing import routing_payload, segment_routing
 from molt.agents.segments import SegmentBuilder, SegmentDraft
 from molt.errors import LineageError
@@ -20,13 +21,49 @@ def rows(*experts: int) -> np.ndarray:
     return np.array([[[e, e + 1 if e >= 0 else -1]] for e in experts], np.int16)
 
 
-def draft_of(*calls: tuple[list[int], list[int], np.ndarray | None]) -> SegmentDraft:
+def asked(prompt: list[int]) -> CallPrompt:
+    return CallPrompt(token_ids=np.array(prompt, np.int32), sources=((TokenSource.USER, len(prompt)),), opened_by="start")
+
+
+def draft_of(*calls: tuple[list[int], list[int], np.ndarray | None], first: tuple[int, ...] = ()) -> SegmentDraft:
     builder = SegmentBuilder()
     for turn, (prompt, sampled, routes) in enumerate(calls):
-        asked = CallPrompt(token_ids=np.array(prompt, np.int32), sources=((TokenSource.USER, len(prompt)),), opened_by="start")
-        builder.add(asked, replace(generation(sampled), routed_experts=routes), turn)
+        start = first[turn] if first else 0
+        builder.add(asked(prompt), replace(generation(sampled), routed_experts=routes, routes_from=start), turn)
     (draft,) = builder.segments
     return draft
+
+
+def test_each_turn_is_asked_for_the_rows_that_no_earlier_one_told() -> None:
+    builder = SegmentBuilder()
+    assert builder.num_routed(asked([1, 2, 3])) == 0
+    builder.add(asked([1, 2, 3]), replace(generation([4, 5]), routed_experts=rows(10, 20, 30, 40)), 0)
+    # 5 tokens, 4 of them routed: the next turn begins with the last sampled one.
+    assert builder.num_routed(asked([1, 2, 3, 4, 5, 6, 7])) == 4
+    assert builder.num_routed(asked([1, 9, 3])) == 0, "another prefix is another segment"
+    builder.add(asked([1, 2, 3, 4, 5, 6, 7]), replace(generation([8]), routed_experts=rows(50, 60, 70), routes_from=4), 1)
+    routes = segment_routing(builder.segments[0])
+    assert routes is not None and routes[:, 0, 0].tolist() == [10, 20, 30, 40, 50, 60, 70]
+
+
+def test_a_row_that_is_unknown_is_asked_for_again() -> None:
+    builder = SegmentBuilder()
+    builder.add(asked([1, 2, 3]), replace(generation([4]), routed_experts=rows(10, -1, 30)), 0)
+    assert builder.num_routed(asked([1, 2, 3, 4, 5])) == 1
+    builder.add(asked([1, 2, 3, 4, 5]), replace(generation([6]), routed_experts=rows(21, 31, 40, 50), routes_from=1), 1)
+    routes = segment_routing(builder.segments[0])
+    assert routes is not None and routes[:, 0, 0].tolist() == [10, 21, 30, 40, 50]
+
+
+def test_parts_of_a_call_that_was_cut_tell_their_rows_once() -> None:
+    # Prompt of 3: the first part samples 2 tokens (rows 0 to 3), the second begins with the token at position 4.
+    first = replace(generation([4, 5]), routed_experts=rows(10, 20, 30, 40))
+    none = generation([])
+    second = replace(generation([6]), routed_experts=rows(50), routes_from=4)
+    whole = join_generations([first, none, second])
+    assert whole.routes_from == 0 and whole.routed_experts is not None
+    assert whole.routed_experts[:, 0, 0].tolist() == [10, 20, 30, 40, 50]
+    assert join_generations([none, generation([7])]).routed_experts is None
 
 
 def test_the_boundary_token_comes_from_the_next_turn_and_only_the_last_one_stays_unknown() -> None:

@@ -59,6 +59,15 @@ class TestVllmMoe(EngineContract):
         expected = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).numpy()
         assert (np.sort(result.routed_experts, -1) == np.sort(expected, -1)).all()
 
+    async def test_a_later_turn_tells_only_the_routes_that_it_is_asked_for(self, bench: Bench) -> None:
+        first = await bench.generate(PROMPT, sampling())
+        ids = [*PROMPT, *first.token_ids.tolist(), 7, 9]
+        turns = [await bench.generate(ids, sampling(routes_from=start)) for start in (0, len(PROMPT) + 23)]
+        whole, later = (turn.routed_experts for turn in turns)
+        assert [turn.routes_from for turn in turns] == [0, len(PROMPT) + 23]
+        assert whole is not None and later is not None and later.shape == (26, 2, 2)
+        assert (np.sort(later, -1) == np.sort(whole[len(PROMPT) + 23 :], -1)).all()
+
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestVllmKeepsCache:

@@ -1,9 +1,13 @@
-"""What Molt adds to a vLLM worker, as far as it needs no vLLM."""
+"""What Molt adds to vLLM's workers and outputs, as far as it needs no vLLM."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
+from molt.errors import LineageError
+from molt.rollout.vllm_calls import fit_routes
 from molt.rollout.vllm_counts import EngineCounts
 from molt.rollout.vllm_worker import expand_to_tokens
 
@@ -22,3 +26,11 @@ def test_a_request_without_drafts_has_no_token() -> None:
 def test_there_is_no_acceptance_without_drafts() -> None:
     assert EngineCounts().acceptance is None
     assert EngineCounts(n_drafted=8, n_accepted=6).acceptance == 0.75
+
+
+def test_routes_are_fitted_to_the_tokens_asked_for_and_whole_prefixes_are_refused() -> None:
+    rows = np.arange(12, dtype=np.uint8).reshape(6, 1, 2)
+    assert fit_routes(rows, 5).tolist() == rows[:5].tolist()
+    assert fit_routes(rows, 7)[6].tolist() == [[-1, -1]]
+    with pytest.raises(LineageError, match="of 60 positions where 5 were asked for"):
+        fit_routes(np.zeros((60, 1, 2), np.uint8), 5)

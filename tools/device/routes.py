@@ -55,12 +55,12 @@ class Bench:
         """Ids that no other prompt begins with."""
         return self.generator.integers(0, self.vocab_size, self.sizes["prompt"]).tolist()
 
-    async def call(self, ids: Sequence[int], count: int) -> Any:
+    async def call(self, ids: Sequence[int], count: int, routes_from: int = 0) -> Any:
         """One call with a seed of its own."""
         from molt.rollout.engine import Sampling
 
         self.num_calls += 1
-        sampling = Sampling(max_new_tokens=count, temperature=1.0, seed=self.num_calls)
+        sampling = Sampling(max_new_tokens=count, temperature=1.0, seed=self.num_calls, routes_from=routes_from)
         return await asyncio.wait_for(self.engine.generate(f"routes-{self.num_calls}", list(ids), sampling), LIMIT_S)
 
     async def forget(self) -> None:
@@ -104,6 +104,8 @@ class Bench:
         before = counts.n_prefix_found
         turn = await self.call(next_ids, 8)
         n_found = counts.n_prefix_found - before
+        start = len(first_ids) + len(first.token_ids) - 1
+        later = await self.call(next_ids, 8, routes_from=start)
         await self.forget()
         before = counts.n_prefix_found
         again = await self.again(next_ids)
@@ -113,6 +115,8 @@ class Bench:
             "n_found_again": counts.n_prefix_found - before,
             # What the cache holds was computed once, so its rows are the very rows of the call that computed it.
             "equal_to_first": float((turn.routed_experts[:known] == first.routed_experts[:known]).all((1, 2)).mean()) if known else None,
+            # A turn that asks only for what no earlier one told gets the same rows from there on.
+            "later_rows": agreement([later.routed_experts[: len(next_ids) - start]], [turn.routed_experts[start : len(next_ids)]]),
             **agreement([turn.routed_experts[: len(next_ids)]], [again]),
         }
 
