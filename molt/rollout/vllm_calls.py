@@ -15,7 +15,6 @@ import numpy as np
 from molt.errors import EngineError, LineageError
 from molt.rollout.engine import FinishReason, Generation, Sampling
 
-
 _SPARE_ROWS = 8
 """Rows past the last token that vLLM may give: of steps that were under way when a call ended."""
 
@@ -85,6 +84,7 @@ def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cach
         raise LineageError(f"request {call.request_id}: vLLM gave {len(token_ids)} ids and {len(logprobs)} log-probs")
     versions = call.versions(len(token_ids))
     _compare_spans(call, completion, versions)
+    num_positions = len(call.prompt_ids) + len(token_ids) - 1
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -92,7 +92,7 @@ def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cach
         # With entries kept across a refit, each later token attends to some that the first version made.
         kv_versions=np.full_like(versions, call.marks[0][1]) if is_cache_kept and len(versions) else versions.copy(),
         finish_reason=_reason(call, completion),
-        routed_experts=None if routes is None else fit_routes(routes, len(call.prompt_ids) + len(token_ids) - 1 - call.sampling.routes_from),
+        routed_experts=None if routes is None else fit_routes(routes, num_positions - call.sampling.routes_from),
         routes_from=call.sampling.routes_from,
     )
 
