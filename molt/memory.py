@@ -27,6 +27,8 @@ FRAGMENTED_SHARE = 0.05
 """Assumed: share of a trainer's memory that its allocator cannot use."""
 ENGINE_WORK_GIB = 2.0
 """Assumed: activations of an engine's largest batch and its captured graphs."""
+REFIT_GIB = 4.0
+"""Assumed: two buffers of 1 GiB that a broadcast packs, and what is gathered ahead of them."""
 CHUNK_FLOATS, KEPT_FLOATS = 1 << 27, 1 << 28
 """Of molt.learn.logprob on a GPU."""
 
@@ -86,8 +88,15 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
     ]
     if config.algo.kl.coef > 0 and config.reference.placement == "colocated" and not config.reference.offload:
         needs.append(Need(what="reference", gib=4 * local / GIB, why="frozen, float32, sharded like the policy"))
-    if config.vllm.weight_transfer != "file":
+    if config.vllm.weight_transfer == "ipc":
         needs.append(Need(what="refit", gib=width * parameters.total / GIB, why="all weights as they are sent, on the first rank"))
+    elif config.vllm.weight_transfer == "nccl":
+        sent = min(REFIT_GIB, width * parameters.total / GIB)
+        needs.append(Need(what="refit", gib=sent, why="buffers of the broadcast and tensors gathered ahead, on the first rank"))
+        if fsdp.offload == "none":
+            needs.append(
+                Need(what="published", gib=width * local / GIB, why="this rank's part of the version that engines may ask for again")
+            )
     spare = FRAGMENTED_SHARE * sum(need.gib for need in needs)
     return Bill(needs=(*needs, Need(what="fragments", gib=spare, why="assumed")))
 

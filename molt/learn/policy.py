@@ -23,6 +23,7 @@ from molt.learn.mesh import RankMesh
 from molt.learn.model import TokenScorer, decoder_blocks
 from molt.learn.packing import Packed
 from molt.learn.routes import routers
+from molt.rollout.weights import TensorFacts
 
 SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -57,10 +58,12 @@ class Policy:
         self.num_updates = 0
         self.revision = 0
         """Counts changes of the weights, by updates and by loading."""
-        self.digests: tuple[int, dict[str, str]] | None = None
-        """Revision, and the digests of the tensors as they are sent of that revision; on rank 0."""
+        self.facts: tuple[int, dict[str, TensorFacts]] | None = None
+        """Revision, and what is known of the tensors as they are sent of that revision; no tensors but on rank 0."""
         self.is_optimizer_offloaded = fsdp.offload == "optimizer"
         """Moments lie on the host between updates."""
+        self.is_offloaded = fsdp.offload != "none"
+        """Copies of shards lie on the host too."""
         self.scorer: Any = shard(scorer, actor, fsdp, mesh)
         self.parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -136,17 +139,31 @@ class Policy:
         """Drop what was accumulated since the last update."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def full_tensors(self, dtype: torch.dtype | None = None, *, is_on_device: bool = False) -> dict[str, torch.Tensor]:
-        """Whole tensors under the model's own names, tied ones once, on the CPU or on the device. A collective: every rank gets all."""
-        tensors: dict[str, torch.Tensor] = {}
+    def shards(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """A copy of what lies on this rank, by the module's own names: it stays as it is while training goes on."""
+        self.reshard()
+        place = torch.device("cpu") if self.is_offloaded else self.device
+        return {name: _local(p.detach()).to(place, dtype, copy=True) for name, p in self.scorer.named_parameters()}
+
+    def stream(
+        self, dtype: torch.dtype | None = None, *, shards: dict[str, torch.Tensor] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors under the model's own names, tied ones once, on the device, one at a time: nobody holds the whole model.
+
+        A collective that every rank goes through to its end. shards: an earlier copy to gather in place of the weights of now.
+        """
         self.reshard()
         for name, parameter in self.scorer.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            whole = whole.detach().to(self.device if is_on_device else "cpu", dtype or whole.dtype)
+            part = _local(parameter.detach()) if shards is None else shards[name]
+            own = part.to(self.device, dtype or part.dtype)
+            whole = DTensor(own, parameter._spec, requires_grad=False).full_tensor() if isinstance(parameter, DTensor) else own
             # A gathered tensor may be a view into a padded buffer, and on one rank it is the weight itself; what leaves is a copy.
-            is_view = parameter.device.type == whole.device.type or whole.untyped_storage().nbytes() != whole.nbytes
-            tensors[_bare(name)] = whole.clone() if is_view else whole
-        return tensors
+            is_view = whole.data_ptr() == part.data_ptr() or whole.untyped_storage().nbytes() != whole.nbytes
+            yield _bare(name), whole.clone() if is_view else whole
+
+    def full_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """All of them on the CPU. A collective: every rank gets all."""
+        return {name: tensor.cpu() for name, tensor in self.stream(dtype)}
 
     def reshard(self) -> None:
         """Give back whole weights that a forward pass left behind."""

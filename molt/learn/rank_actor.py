@@ -183,7 +183,7 @@ class RankProcess(Member):
         return self.publisher.publish_again(engines)
 
     def send(self) -> str | None:
-        """Rank 0 alone: broadcast what was published last to engines that are receiving. Returns why it broke off; the rank goes on."""
+        """Broadcast what was published last to engines that are receiving; a collective. Rank 0 returns why it broke off."""
         try:
             self.publisher.send()
         except RefitError as error:

@@ -162,7 +162,7 @@ class RankGroup:
 
     async def _send(self) -> None:
         """RefitError when the broadcast broke off; the ranks stay."""
-        broken = (await self._wait("send", [asyncio.ensure_future(_result(self._actors[0].send.remote()))]))[0]
+        broken = (await self._ask("send"))[0]
         if broken is not None:
             raise RefitError(broken)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,37 +11,52 @@ import torch.distributed as dist
 from molt.learn.policy import SENT_DTYPES, Policy
 from molt.rollout.engine import WeightSource
 from molt.rollout.transfer import NcclSender, Offer, offer_ipc
-from molt.rollout.weights import checkpoint_names, digest_tensors, model_digest, write_weights
+from molt.rollout.weights import TensorFacts, checkpoint_names, facts_of, model_digest, write_weights
+
+
+def stream(policy: Policy, *, shards: dict[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors as engines get them, one parameter after another, on the device; rank 0 gets them, the others give their shards.
+
+    A collective that every rank goes through to its end. shards: as in Policy.stream.
+    """
+    lm, is_first = policy.scorer.lm, dist.get_rank() == 0
+    adapter = getattr(lm, "state_dict_adapter", None)
+    for name, whole in policy.stream(SENT_DTYPES[policy.actor.dtype], shards=shards):
+        if is_first:  # AutoModel keeps experts grouped; the checkpoint has them apart
+            named = adapter.to_hf({name: whole}) if adapter is not None else checkpoint_names(lm, {name: whole})
+            for sent, tensor in named.items():
+                yield sent, tensor.contiguous()
 
 
 def sent_tensors(policy: Policy, *, is_on_device: bool = False) -> dict[str, torch.Tensor]:
-    """Whole tensors as engines get them, on the CPU unless they are to stay on the device. A collective; every rank gets them all."""
-    tensors = policy.full_tensors(SENT_DTYPES[policy.actor.dtype], is_on_device=is_on_device)
-    adapter = getattr(policy.scorer.lm, "state_dict_adapter", None)
-    if adapter is not None:  # AutoModel keeps experts grouped; the checkpoint has them apart
-        return {name: tensor.contiguous() for name, tensor in adapter.to_hf(tensors).items()}
-    return checkpoint_names(policy.scorer.lm, tensors)
+    """All tensors as engines get them, on the CPU unless they are to stay on the device. A collective; other ranks than 0 get none."""
+    return {name: tensor if is_on_device else tensor.cpu() for name, tensor in stream(policy)}
+
+
+def sent_facts(policy: Policy) -> dict[str, TensorFacts]:
+    """Shapes and digests of the tensors as they are sent, on rank 0; looked at once for each revision. A collective."""
+    if policy.facts is None or policy.facts[0] != policy.revision:
+        policy.facts = (policy.revision, facts_of(stream(policy)))
+    return policy.facts[1]
 
 
 def sent_digest(policy: Policy) -> str:
     """Model digest over the tensors as they are sent: equal to what an engine reports that took them. A collective."""
-    tensors = sent_tensors(policy)
-    digest = [model_digest(_digests(policy, tensors)) if dist.get_rank() == 0 else ""]
+    digest = [model_digest(digests(sent_facts(policy)))]
     dist.broadcast_object_list(digest, src=0, device=policy.device)
     return digest[0]
 
 
-def _digests(policy: Policy, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Digest of each tensor as it is sent, made once for each revision of the weights."""
-    if policy.digests is None or policy.digests[0] != policy.revision:
-        policy.digests = (policy.revision, digest_tensors(tensors))
-    return policy.digests[1]
+def digests(facts: Mapping[str, TensorFacts]) -> dict[str, str]:
+    """Digest of each tensor."""
+    return {name: fact.digest for name, fact in facts.items()}
 
 
 class Publisher:
     """Hands weights over to engines: through a file in shared memory, CUDA handles on the same GPU, or a broadcast to other GPUs.
 
-    What engines read stays until the next version is published.
+    What engines read stays until the next version is published. A broadcast comes from the shards that every rank kept of the version,
+    so that no rank ever holds the whole model on its GPU.
     """
 
     def __init__(
@@ -55,20 +70,26 @@ class Publisher:
         self.limit_s = limit_s
         self._offer: Offer | None = None
         self._sender: NcclSender | None = None
+        """On rank 0."""
+        self._shards: dict[str, torch.Tensor] | None = None
+        """This rank's part of the version that was published last for a broadcast."""
 
     def publish(self, version: int, folder: Path, engines: Sequence[str]) -> WeightSource | None:
         """Make a version ready. A collective; rank 0 returns where the weights are. engines: whom a broadcast will reach."""
-        tensors = sent_tensors(self.policy, is_on_device=self.transport != "file")
+        facts = sent_facts(self.policy)
+        if self.transport == "nccl":
+            self._shards = self.policy.shards(SENT_DTYPES[self.policy.actor.dtype])
+            if dist.get_rank() != 0:
+                return None
+            self._sender = self._sender_to(engines)
+            return self._sender.source(facts, policy_version=version)
+        tensors = sent_tensors(self.policy, is_on_device=self.transport == "ipc")
         if dist.get_rank() != 0:
             return None
-        digests = _digests(self.policy, tensors)
         if self.transport == "file":
-            return write_weights(tensors, policy_version=version, folder=folder, digests=digests)
-        if self.transport == "ipc":
-            self._offer = offer_ipc(tensors, policy_version=version, digests=digests)
-            return self._offer.source
-        self._sender = self._sender_to(engines)
-        return self._sender.source(tensors, policy_version=version, digests=digests)
+            return write_weights(tensors, policy_version=version, folder=folder, digests=digests(facts))
+        self._offer = offer_ipc(tensors, policy_version=version, digests=digests(facts))
+        return self._offer.source
 
     def publish_again(self, engines: Sequence[str]) -> WeightSource:
         """Rank 0: make the version that was published last ready for a broadcast to these engines."""
@@ -77,9 +98,16 @@ class Publisher:
         return before.source_by(self._sender)
 
     def send(self) -> None:
-        """Rank 0: broadcast what was published last (nccl). Returns when every engine has it; they must be receiving meanwhile."""
-        assert self._sender is not None, "nothing was published for a broadcast"
-        self._sender.send()
+        """Broadcast what was published last (nccl), tensor by tensor from the shards of all ranks; the engines must be receiving meanwhile.
+
+        A collective. Rank 0 returns when every engine has it and raises RefitError when that fails; the other ranks only give.
+        """
+        assert self._shards is not None, "nothing was published for a broadcast"
+        tensors = stream(self.policy, shards=self._shards)
+        if self._sender is not None:
+            self._sender.send(tensors)
+        for _ in tensors:
+            pass
 
     def _sender_to(self, engines: Sequence[str]) -> NcclSender:
         """The group of exactly these engines: the one that is there, or a new one."""

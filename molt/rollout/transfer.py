@@ -2,8 +2,8 @@
 
     ipc  : offer = offer_ipc(tensors)                     keep it until every engine has taken offer.source
     nccl : sender = NcclSender(engines)                   for one set of engines; another one when an engine was replaced
-           source = sender.source(tensors, version)       names, shapes, digests; nothing moves yet
-           Fleet.refit(source, send=...)                  broadcast (sender.send) and receipt run at the same time
+           source = sender.source(facts, version)         names, shapes, digests; nothing moves yet
+           Fleet.refit(source, send=...)                  broadcast (sender.send of tensors as they come) and receipt run at the same time
 
 The engines' side is vLLM's own weight transfer engine; see molt.rollout.vllm_weights.
 """
@@ -16,19 +16,24 @@ import math
 import pickle
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from itertools import chain
+from queue import Full, Queue
 from typing import Any
 
 import torch
 
 from molt.errors import RefitError
 from molt.rollout.engine import WeightSource
-from molt.rollout.weights import digest_tensors, size_bytes
+from molt.rollout.weights import TensorFacts, digest_tensors, size_bytes
 
 _BUFFER_BYTES = 1 << 30
 _NUM_BUFFERS = 2
+_NUM_WAITING = 16
+"""Tensors that are gathered ahead of the broadcast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +92,7 @@ class NcclSender:
         self._socket.listen()
         self._port = int(self._socket.getsockname()[1])
         self._group: Any = None
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._digests: dict[str, str] = {}
+        self._facts: dict[str, TensorFacts] = {}
         self._version = 0
         self.is_broken = False
         """A broadcast went wrong: its members wait for each other in vain."""
@@ -103,43 +107,60 @@ class NcclSender:
         """Host and port where the group meets."""
         return self._host, self._port
 
-    def source(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, digests: Mapping[str, str] | None = None) -> WeightSource:
-        """Describe tensors that the next `send` broadcasts; digests, where they are known already."""
-        self._tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        self._digests = digest_tensors(self._tensors) if digests is None else dict(digests)
-        self._version = policy_version
+    def source(self, facts: Mapping[str, TensorFacts], *, policy_version: int) -> WeightSource:
+        """Describe tensors that the next `send` broadcasts, in their order."""
+        self._facts, self._version = dict(facts), policy_version
         packing = {"packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES, "packed_num_buffers": _NUM_BUFFERS}
         place = {"master_address": self._host, "master_port": self._port, "world_size": self.world_size}
         init = {name: {**place, **packing, "rank_offset": 1 + number * self._gpus_per_engine} for number, name in enumerate(self.engines)}
+        update = {
+            "names": list(facts),
+            "dtype_names": [fact.dtype for fact in facts.values()],
+            "shapes": [list(fact.shape) for fact in facts.values()],
+        }
         return WeightSource(
             policy_version=policy_version,
             transport="nccl",
-            digests=self._digests,
+            digests={name: fact.digest for name, fact in facts.items()},
             options={
                 "init": json.dumps(init),
-                "update": json.dumps({**_description(self._tensors), **packing}),
-                "size_bytes": str(size_bytes(self._tensors.values())),
+                "update": json.dumps({**update, **packing}),
+                "size_bytes": str(sum(fact.size_bytes for fact in facts.values())),
             },
         )
 
     def source_by(self, other: NcclSender) -> WeightSource:
         """Describe the same tensors, to be sent by another group."""
-        return other.source(self._tensors, policy_version=self._version, digests=self._digests)
+        return other.source(self._facts, policy_version=self._version)
 
-    def send(self) -> None:
-        """Broadcast what `source` described; the engines must be receiving meanwhile. RefitError when they did not get it in time."""
-        device = torch.cuda.current_device()
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Broadcast what `source` described; the engines must be receiving meanwhile. RefitError when they did not get it in time.
+
+        tensors: taken to their end whatever becomes of the broadcast, since other ranks may take part in making them.
+        """
+        device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         errors: list[BaseException] = []
+        waiting: Queue[tuple[str, torch.Tensor] | None] = Queue(_NUM_WAITING)
 
         def body() -> None:
             try:
-                self._send(device)
+                self._send(iter(waiting.get, None), device)
             except BaseException as error:
                 errors.append(error)
 
         thread = threading.Thread(target=body, name="broadcast", daemon=True)
         thread.start()
-        thread.join(self._limit_s)
+        until = time.monotonic() + self._limit_s
+        for item in chain(tensors, [None]):
+            if item is not None and item[1].is_cuda:
+                torch.cuda.current_stream(device).synchronize()  # the thread reads it on streams of its own
+            while thread.is_alive() and time.monotonic() < until:
+                try:
+                    waiting.put(item, timeout=0.1)
+                    break
+                except Full:
+                    continue
+        thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive() or errors:
             self.close()
             why = f"{type(errors[0]).__name__}: {errors[0]}" if errors else f"it did not end within vllm.refit_timeout_s={self._limit_s:g}"
@@ -155,7 +176,7 @@ class NcclSender:
             self._host, self._port, 0, self.world_size, store_timeout=math.ceil(self._limit_s), listen_socket=held
         )
 
-    def _send(self, device: int) -> None:
+    def _send(self, tensors: Iterator[tuple[str, torch.Tensor]], device: int) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -164,10 +185,10 @@ class NcclSender:
             with _same_nccl_settings():
                 self._group = PyNcclCommunicator(self.meet(), device=device)
         packed_nccl_broadcast_producer(
-            iterator=iter(self._tensors.items()),
+            iterator=tensors,
             group=self._group,
             src=0,
-            post_iter_func=lambda item: item[1],
+            post_iter_func=_taken,
             buffer_size_bytes=_BUFFER_BYTES,
             num_buffers=_NUM_BUFFERS,
         )
@@ -180,6 +201,12 @@ class NcclSender:
             self._socket.close()
         if self._group is not None:
             self._group.destroy()  # aborts; it waits a few seconds at most
+
+
+def _taken(item: tuple[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor, whose memory is not given to another before the stream that packs it is done with it."""
+    item[1].record_stream(torch.cuda.current_stream())
+    return item[1]
 
 
 def _same_nccl_settings() -> AbstractContextManager[Any]:

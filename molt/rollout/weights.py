@@ -13,8 +13,10 @@ import hashlib
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,6 +38,37 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor], *, num_threads: int = 4)
     """Digest of each tensor by name; hashing releases the interpreter, so several go at once."""
     with ThreadPoolExecutor(num_threads) as pool:
         return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """What is known of one tensor without holding it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch names it, without its prefix."""
+    size_bytes: int
+    digest: str
+
+
+def facts_of(tensors: Iterable[tuple[str, torch.Tensor]], *, num_threads: int = 4) -> dict[str, TensorFacts]:
+    """Facts of tensors that come one after another; a few are held at a time, while they are hashed."""
+    facts: dict[str, TensorFacts] = {}
+    with ThreadPoolExecutor(num_threads) as pool:
+        waiting: deque[tuple[str, Future[TensorFacts]]] = deque()
+        for name, tensor in tensors:
+            waiting.append((name, pool.submit(_facts, tensor.detach().to("cpu"))))
+            if len(waiting) > 2 * num_threads:
+                done, found = waiting.popleft()
+                facts[done] = found.result()
+        facts |= {name: found.result() for name, found in waiting}
+    return facts
+
+
+def _facts(tensor: torch.Tensor) -> TensorFacts:
+    return TensorFacts(
+        shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), size_bytes=tensor.nbytes, digest=tensor_digest(tensor)
+    )
 
 
 def model_digest(digests: Mapping[str, str]) -> str:

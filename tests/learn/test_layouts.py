@@ -17,7 +17,8 @@ import torch.multiprocessing as mp
 from molt.learn.checkpoint import Position, load, save
 from molt.learn.result import StepResult
 from molt.learn.rows import Row
-from molt.learn.weights import sent_digest, sent_tensors
+from molt.learn.weights import digests, sent_digest, sent_tensors, stream
+from molt.rollout.weights import facts_of, model_digest
 from tests.groups import leave_group
 from tests.learn import automodel_shim
 from tests.learn.tiny import make_config, make_model, make_moe, make_plan, make_rank, make_rows
@@ -84,9 +85,11 @@ def train(model: Path, fsdp: dict[str, int], *, is_replayed: bool, folder: Path,
     digest = sent_digest(worker.policy)
     position = Position(step=NUM_STEPS, policy_version=2, cursor=7, lsn_end=7, weights_digest=digest, num_updates={"actor": NUM_STEPS})
     save(folder / name, {"actor": worker.policy}, position)
-    weights = sent_tensors(worker.policy)
+    weights, shards = sent_tensors(worker.policy), worker.policy.shards(torch.float32)
     if loads is not None:
         load(loads, {"actor": worker.policy})
+        again = facts_of(stream(worker.policy, shards=shards))  # what a broadcast sends, though the weights have changed since
+        assert dist.get_rank() > 0 or model_digest(digests(again)) == digest
     written = worker.journal.written  # type: ignore[attr-defined]
     assert len(written) == (NUM_STEPS if dist.get_rank() % config.fsdp.group_size == 0 else 0)
     return Outcome(results=results, weights=weights, digest=digest, reloaded=sent_digest(worker.policy))

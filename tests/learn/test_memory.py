@@ -82,7 +82,7 @@ def test_activations_are_those_that_a_layer_keeps_and_a_little_more(tmp_path: Pa
 
 
 def test_chunks_of_the_head_are_those_of_the_log_probs() -> None:
-    assert (CHUNK_FLOATS, KEPT_FLOATS) == (logprob.CHUNK_FLOATS["cuda"], logprob.KEPT_FLOATS["cuda"])
+    assert (logprob.CHUNK_FLOATS["cuda"], logprob.KEPT_FLOATS["cuda"]) == (CHUNK_FLOATS, KEPT_FLOATS)
 
 
 def test_parameters_are_counted_from_a_config_alone(tmp_path: Path) -> None:
