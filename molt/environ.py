@@ -17,6 +17,7 @@ VARIABLES: dict[str, str] = {
     "VLLM_LOGGING_LEVEL": "level of what vLLM prints",
     "VLLM_NO_USAGE_STATS": "1 keeps vLLM from sending usage figures",
     "TORCHDYNAMO_DISABLE": "1 keeps torch from tracing programs",
+    "TRITON_F32_DEFAULT": "ieee makes kernels written in Triton multiply float32 without rounding it to TF32",
     "VLLM_BATCH_INVARIANT": "1 takes kernels of vLLM whose result does not depend on the batch",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1 lets vLLM send functions to its workers",
     "RAY_USAGE_STATS_ENABLED": "0 keeps Ray from sending usage figures",

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
+from molt import environ
 from molt.config import Config
 from molt.data.prompts import Prompt
 from molt.errors import SettingError
@@ -127,3 +128,10 @@ def test_float32_engine_on_a_gpu_multiplies_in_float32() -> None:
     assert vllm_environment(config(), is_cuda=True)["TRITON_F32_DEFAULT"] == "ieee"
     assert "TRITON_F32_DEFAULT" not in vllm_environment(config(actor={"model_name_or_path": "m", "dtype": "bfloat16"}), is_cuda=True)
     assert "TRITON_F32_DEFAULT" not in vllm_environment(config(vllm={"dtype": "bfloat16"}), is_cuda=True)
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_variables_of_engines_are_known_ones(is_cuda: bool) -> None:
+    for dtype in ("float32", "bfloat16"):
+        told = vllm_environment(config(actor={"model_name_or_path": "/models/a", "dtype": dtype}), is_cuda=is_cuda)
+        assert set(told) <= set(environ.VARIABLES)
