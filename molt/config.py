@@ -126,7 +126,7 @@ class VllmSettings(Room):
     kv_cache_space_gib: float | None = Field(None, gt=0)
     """Cache of an engine; when absent 1 on the CPU, and on a GPU what vllm.gpu_memory_utilization leaves."""
     num_speculative_tokens: int = Field(0, ge=0)
-    """MTP draft tokens per step; 0 is off."""
+    """Tokens that the model's MTP head drafts at a step; 0 is off. The head stays as loaded: as the policy moves, it guesses worse."""
     sleep_level: Literal[0, 1, 2] = 0
     """Sleep while the trainer steps on the same GPU; 0 is off."""
     start_timeout_s: float = Field(600.0, gt=0)
