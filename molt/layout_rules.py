@@ -68,6 +68,11 @@ def model_findings(config: Config, shape: ModelShape) -> Iterator[str]:
             f"data.max_len={config.data.max_len} is longer than the model's {shape.max_positions} positions; "
             f"set data.max_len={shape.max_positions} or less"
         )
+    if vllm.num_speculative_tokens and not shape.num_draft_layers:
+        yield (
+            f"vllm.num_speculative_tokens={vllm.num_speculative_tokens} needs a model with a multi-token-prediction head, the config.json "
+            f"of this one ({shape.model_type}) names none; set it to 0"
+        )
     width = vllm.tensor_parallel_size
     if shape.num_heads % width:
         yield (

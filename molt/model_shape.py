@@ -29,6 +29,8 @@ class ModelShape:
     expert_size: int
     """Hidden columns of one expert; 0 without."""
     max_positions: int
+    num_draft_layers: int
+    """Multi-token-prediction layers, which an engine can draft with; 0 without."""
     is_tied: bool
     """Whether embedding and output head are one tensor."""
 
@@ -63,6 +65,7 @@ class ModelShape:
             num_experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token", "moe_topk") if experts else 0,
             expert_size=(_first(text, "moe_intermediate_size") or _first(text, "intermediate_size")) if experts else 0,
             max_positions=_first(text, "max_position_embeddings"),
+            num_draft_layers=_first(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
             is_tied=is_tied,
         )
 

@@ -8,7 +8,6 @@ Copy this file and edit it: `molt parity ... --pipeline my_parity.py` runs the c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +17,11 @@ import numpy as np
 import torch
 
 from molt.config import Config
+from molt.model_shape import ModelShape
 from molt.parity.measure import measure_gap
 from molt.parity.prompts import prompt_ids
 from molt.parity.sides import Sample, Scored, sample, trainer
-from molt.parity.variants import Limit, Variant, choose, is_mixture, limits
+from molt.parity.variants import Limit, Variant, choose, limits
 from molt.rollout.spec import engine_kind
 
 
@@ -35,13 +35,14 @@ async def main(
     num_samples: int = 4,
 ) -> dict[str, Any]:
     """One row of figures for each variant, each with its verdict."""
-    model = Path(str(config.actor.model_name_or_path))
-    is_moe, engine = is_mixture(model), engine_kind(config)
+    model = str(config.actor.model_name_or_path)
+    shape = ModelShape.read(model)
+    is_moe, engine = shape.num_experts > 1, engine_kind(config)
     chosen = choose(variants, is_moe=is_moe, is_cuda=torch.cuda.is_available(), engine=engine)
     bounds = limits(config.actor.dtype, given_limits, agreement)
     config = config.model_copy(update={"train": config.train.model_copy(update={"routing_replay": is_moe})})
 
-    asked = prompt_ids(config, file=prompts, vocab_size=_vocab_size(model))
+    asked = prompt_ids(config, file=prompts, vocab_size=shape.vocab_size)
     plain = [variant for variant in chosen if variant is not Variant.FP8]
     samples: dict[str | None, list[Sample]] = {}
     if plain:
@@ -56,7 +57,7 @@ async def main(
             scored = scorer.score(own, is_replayed=variant is Variant.MOE_R3)
             rows.append(row(variant, own, scored, bounds[variant]))
     return {
-        "model": str(model),
+        "model": model,
         "engine": engine,
         "dtype": config.actor.dtype,
         "num_prompts": len(asked),
@@ -82,8 +83,3 @@ def row(variant: Variant, samples: Sequence[Sample], scored: Scored, limit: Limi
         "limit_agreement": limit.agreement,
         "is_within": is_within,
     }
-
-
-def _vocab_size(model: Path) -> int:
-    told = json.loads((model / "config.json").read_text())
-    return int(told.get("vocab_size") or told["text_config"]["vocab_size"])

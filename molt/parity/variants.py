@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from molt.errors import SettingError
 
 LEAST_AGREEMENT = 0.9
 """Of the layer that agrees least, in experts that the engine took and the trainer would have taken."""
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Variant(StrEnum):
@@ -42,15 +39,6 @@ LIMITS: dict[str, dict[Variant, float]] = {
     "bfloat16": {Variant.DENSE: 0.02, Variant.MOE: 0.05, Variant.MOE_R3: 0.02, Variant.FP8: 0.2},
 }
 """Mean gaps by actor.dtype: several times what kernels and their order of summation make."""
-
-
-def is_mixture(model: Path) -> bool:
-    """Whether a model folder's config.json speaks of experts."""
-    file = model / "config.json"
-    if not file.is_file():
-        raise SettingError(f"actor.model_name_or_path={model}, it holds no config.json; give a folder with a Hugging Face model")
-    told = json.loads(file.read_text())
-    return any((room.get(key) or 0) > 1 for room in (told, told.get("text_config") or {}) for key in EXPERT_KEYS)
 
 
 def choose(asked: Sequence[str], *, is_moe: bool, is_cuda: bool, engine: str) -> list[Variant]:

@@ -13,7 +13,7 @@ from molt.cli.app import run
 from molt.errors import SettingError
 from molt.parity.measure import measure_gap
 from molt.parity.sides import Sample, batches
-from molt.parity.variants import Variant, choose, is_mixture, limits
+from molt.parity.variants import Variant, choose, limits
 from tests.learn.tiny import make_moe
 
 
@@ -108,7 +108,6 @@ def test_fp8_on_this_machine_is_refused_before_anything_starts(model: Path, caps
     assert code == 2 and "fp8" in found["error"]
 
 
-def test_a_folder_is_told_to_be_a_mixture_by_its_config(model: Path, tmp_path: Path) -> None:
-    assert not is_mixture(model) and is_mixture(make_moe(tmp_path / "moe"))
-    with pytest.raises(SettingError, match="no config"):
-        is_mixture(tmp_path)
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = parity(tmp_path, capsys)
+    assert code == 2 and "config.json cannot be read" in found["error"]

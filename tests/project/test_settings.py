@@ -233,6 +233,7 @@ def test_shipped_recipe_is_in_order(path: Path) -> None:
         (["--fsdp.tp_size", "3"], "fsdp.tp_size=3 does not divide the model's 4 key-value heads; set fsdp.tp_size=2"),
         (["--fsdp.tp_size", "4"], "fsdp.tp_size=4 does not divide the model's 102 entries of the vocabulary; set fsdp.tp_size=3"),
         (["--fsdp.ep_size", "4"], "fsdp.ep_size=4 does not divide the model's 6 experts; set fsdp.ep_size=3"),
+        (["--vllm.num_speculative_tokens", "2"], "vllm.num_speculative_tokens=2 needs a model with a multi-token-prediction head"),
         (["--data.max_len", "65"], "data.max_len=65 is longer than the model's 64 positions"),
         (["--vllm.tensor_parallel_size", "8"], "vllm.tensor_parallel_size=8 does not divide the model's 12 attention heads"),
     ],
