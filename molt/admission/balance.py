@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -13,12 +14,12 @@ def balance(lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int) 
     the missing ones are empty and train with weight 0. Nothing is dropped.
     """
     order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
-    loads = [0] * num_ranks
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
     for place in order:
-        rank = min(range(num_ranks), key=lambda r: (loads[r], r))
-        loads[rank] += lengths[place]
+        load, rank = loads[0]
         ranks[rank].append(place)
+        heapq.heapreplace(loads, (load + lengths[place], rank))
     packed = [_first_fit(places, lengths, micro_batch_tokens) for places in ranks]
     num_micro_batches = max(map(len, packed), default=0)
     return tuple(tuple(batches + [()] * (num_micro_batches - len(batches))) for batches in packed)

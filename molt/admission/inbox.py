@@ -41,6 +41,8 @@ class Inbox:
     rule: AdmissionRule
     open: dict[str, OpenGroup] = field(default_factory=dict)
     ready: dict[str, list[SegmentRow]] = field(default_factory=dict)
+    heard_of: set[str] = field(default_factory=set)
+    """Open groups with news since the last decision."""
     num_consumed: int = 0
     """Groups trained."""
     cursor: int = -1
@@ -65,12 +67,14 @@ class Inbox:
                 segments = group.members.setdefault(_member(row.rollout_id), [])
                 if all(known.segment_id != row.segment_id for known in segments):
                     segments.append(row)
+                    self.heard_of.add(row.group_id)
 
     def fail(self, group_id: str, member: int) -> None:
         """Note a member that failed for good."""
         group = self.open.get(group_id)
         if group is not None:
             group.failed.add(member)
+            self.heard_of.add(group_id)
 
     def decide(self, policy_version: int) -> list[GroupVerdict]:
         """Move complete groups to ready; return the verdicts of those that are dropped instead.
@@ -78,7 +82,8 @@ class Inbox:
         Staleness is left to pick: a group that waits may still age.
         """
         dropped = []
-        for group in list(self.open.values()):
+        news, self.heard_of = self.heard_of, set()
+        for group in [group for group_id, group in self.open.items() if group_id in news]:
             if group.missing(self.rule.group_size):
                 continue
             del self.open[group.group_id]
