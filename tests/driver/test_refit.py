@@ -13,7 +13,7 @@ import pytest
 from molt.admission.plan import StepPlan, plan_step
 from molt.cli.programs import load_program
 from molt.config import Config
-from molt.driver.refit import refit, refit_newcomers
+from molt.driver.refit import publish, refit, refit_newcomers
 from molt.driver.versions import VersionClock
 from molt.errors import RefitError
 from molt.learn.result import Refusal, RefusalReason, StepResult
@@ -40,7 +40,7 @@ class ScriptedRanks:
         """What the next broadcasts break off with."""
         self.version = 0
 
-    async def train(self, plan: StepPlan) -> StepResult:
+    async def train(self, plan: StepPlan, *, waits_for_log: bool) -> StepResult:
         for engine in self.harbour.engines.values():
             engine.log.append("(step)")
         refused = Refusal(reason=RefusalReason.NON_FINITE, error="loss nan") if self.is_refusing else None
@@ -48,6 +48,9 @@ class ScriptedRanks:
             step=plan.step, policy_version=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, n_sampled=0, n_kept=0, reward_mean=None,
             kl_mean=None, entropy_mean=None, batch_digest="", loss_digest="", weights_digest=None, refused=refused,
         )  # fmt: skip
+
+    async def settle(self) -> None:
+        """Everything is written."""
 
     async def publish_weights(self, version: int, *, engines: Sequence[str]) -> WeightSource:
         self.version = version
@@ -80,7 +83,7 @@ class Rig:
         self.fleet = Fleet(specs, launch=self.harbour.launch)  # type: ignore[arg-type]
         pool = RolloutPool(config, sink=writer, fleet=self.fleet, crew=SimpleNamespace())  # type: ignore[arg-type]
         self.house: Any = SimpleNamespace(config=config, ranks=self.ranks, pool=pool, producer=Producer(writer, "driver"))
-        self.leader: Any = SimpleNamespace(record=self._record, serve=lambda version: None, figures=lambda *a, **k: {})
+        self.leader: Any = SimpleNamespace(log_s=0.0, record=self._record, serve=lambda version: None, figures=lambda *a, **k: {})
         self.clock = VersionClock.of(config)
 
     async def _record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
@@ -135,7 +138,7 @@ async def test_after_a_step_without_a_new_version_sleepers_of_level_1_go_on_with
 async def test_after_a_step_without_a_new_version_sleepers_of_level_2_get_the_old_one_again(tmp_path: Path, writer: LogWriter) -> None:
     rig = Rig(tmp_path / "run", writer, vllm={"sleep_level": 2}, is_refusing=True)
     await rig.fleet.start()
-    await refit(rig.house, rig.leader, policy_version=0, step=-1)
+    await refit(rig.house, rig.leader, await publish(rig.house, 0), step=-1)
     await rig.step(0)
     assert rig.log()[3:] == ["sleep 2", "(step)", "wake", "pause wait", "refit", "resume"]
     assert rig.refits() == [(0, ["e0"]), (0, ["e0"])]
@@ -144,9 +147,9 @@ async def test_after_a_step_without_a_new_version_sleepers_of_level_2_get_the_ol
 async def test_a_broadcast_that_loses_its_engine_is_planned_again_for_the_one_in_its_place(tmp_path: Path, writer: LogWriter) -> None:
     rig = Rig(tmp_path / "run", writer, is_broadcast=True)
     await rig.fleet.start()
-    await refit(rig.house, rig.leader, policy_version=0, step=-1)
+    await refit(rig.house, rig.leader, await publish(rig.house, 0), step=-1)
     rig.harbour.engines["e0"].is_dead = True  # nobody knows yet
-    await refit(rig.house, rig.leader, policy_version=1, step=0)
+    await refit(rig.house, rig.leader, await publish(rig.house, 1), step=0)
     assert rig.ranks.groups == [["e0"], ["e0"], ["e0+1"]]
     assert rig.refits() == [(0, ["e0"]), (1, ["e0+1"])] and [berth.spec.name for berth in rig.fleet.serving] == ["e0+1"]
 
@@ -157,14 +160,14 @@ async def test_a_broadcast_that_breaks_off_is_made_again(tmp_path: Path, writer:
     rig.ranks.broken = [RefitError("it did not end")]
     for engine in rig.harbour.engines.values():
         engine.refits = [RefitError("nothing came")]
-    await refit(rig.house, rig.leader, policy_version=1, step=0)
+    await refit(rig.house, rig.leader, await publish(rig.house, 1), step=0)
     assert rig.ranks.groups == [["e0", "e1"]] * 2 and rig.refits() == [(1, ["e0", "e1"])]
 
 
 async def test_a_newcomer_gets_a_broadcast_of_the_version_that_the_others_serve(tmp_path: Path, writer: LogWriter) -> None:
     rig = Rig(tmp_path / "run", writer, is_broadcast=True, num_engines=2)
     await rig.fleet.start()
-    await refit(rig.house, rig.leader, policy_version=3, step=2)
+    await refit(rig.house, rig.leader, await publish(rig.house, 3), step=2)
     await refit_newcomers(rig.house, rig.leader, step=2)  # there is none: nothing happens
     rig.fleet.retire("e1", "it was killed")
     await rig.fleet.sleep(1)  # waits for it
