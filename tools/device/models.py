@@ -87,7 +87,8 @@ def make_moe_model(
         tie_word_embeddings=False,
     )
     model = _on_device(lambda: Qwen3MoeForCausalLM(config), seed)
-    _spread(model, logits_std=3.0, router_std=1.5)
+    # The experts of a token are averaged, so each is made large: a layer then adds about half of what it got.
+    _spread(model, logits_std=3.0, router_std=1.5, attention=1.0, feed_forward=3.0)
     return _save(model.to(getattr(torch, dtype)), folder, tokenizer)
 
 
@@ -124,7 +125,7 @@ def make_mtp_model(
         tie_word_embeddings=False,
     )
     model = _on_device(lambda: Qwen2ForCausalLM(config), seed)
-    _spread(model, logits_std=1.0, residual=0.3 / math.sqrt(num_layers))
+    _spread(model, logits_std=1.0, attention=0.3 / math.sqrt(num_layers), feed_forward=0.3 / math.sqrt(num_layers))
     _teach_successors(model, agreement, seed)
     _save(model.to(getattr(torch, dtype)), folder, tokenizer)
     _add_draft_head(folder, config, model)
@@ -142,8 +143,8 @@ def _on_device(make: Any, seed: int) -> Any:
 
 
 @torch.no_grad()
-def _spread(model: torch.nn.Module, *, logits_std: float, router_std: float = 1.0, residual: float = 0.4) -> None:
-    """Random weights under which a normed hidden state gives logits of these deviations, and a layer adds that share to the residual."""
+def _spread(model: torch.nn.Module, *, logits_std: float, attention: float, feed_forward: float, router_std: float = 1.0) -> None:
+    """Random weights under which a normed hidden state gives logits of these deviations; scales of what a layer's halves add to it."""
     for name, weight in model.named_parameters():
         if weight.dim() < 2:
             continue
@@ -154,8 +155,10 @@ def _spread(model: torch.nn.Module, *, logits_std: float, router_std: float = 1.
             std *= logits_std
         elif name.endswith("mlp.gate.weight"):
             std *= router_std
-        elif "o_proj" in name or "down_proj" in name:
-            std *= residual
+        elif "o_proj" in name:
+            std *= attention
+        elif "down_proj" in name:
+            std *= feed_forward
         weight.normal_(0.0, std)
 
 
