@@ -85,7 +85,7 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
     for plan in standing.plans:
         progress.waiting(f"training step {plan.step} again from the log")
         leader.policy_version = clock.version
-        await leader.write_plan(plan)
+        leader.write_plan(plan)
         await train_step(house, leader, progress, plan, clock, wait_s=0.0, is_serving=False)
         step = plan.step + 1
     await house.pool.wake(is_refit_next=True)

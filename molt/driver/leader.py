@@ -31,7 +31,8 @@ from molt.driver.facts import attempt_lost, consumption, step_trained
 from molt.driver.house import House
 from molt.errors import StalledError
 from molt.learn.result import StepResult
-from molt.log.rows import Event, event
+from molt.log.message import Ack
+from molt.log.rows import Consumption, Event, event
 from molt.rollout.tasks import FinishedGroup, GroupTask
 
 POLL_S = 0.02
@@ -54,8 +55,10 @@ class Leader:
         self.pool = house.pool
         self.ranks = house.ranks
         self.say = say
-        self.lsn_end = -1
-        """Largest lsn when the newest step was recorded: what the weights build on lies at or before it."""
+        self._newest: asyncio.Task[Ack] | None = None
+        """The newest step on its way into the log."""
+        self._told: list[asyncio.Task[Ack]] = []
+        """Facts on their way into the log, in order."""
         self.log_s = 0.0
         """Seconds that the trainer stood still for the log since the newest step was recorded."""
         self.saved_step: int | None = None
@@ -89,6 +92,11 @@ class Leader:
         """Finished groups of an evaluation, for whoever waits for them."""
         self.num_groups_to_train = None if config.train.num_steps is None else config.train.num_steps * config.groups_per_step
         """Groups that all steps together need; None is as many as there are prompts."""
+
+    @property
+    def lsn_end(self) -> int:
+        """Largest lsn when the newest step was recorded: what the weights build on lies at or before it. It must be settled."""
+        return -1 if self._newest is None else self._newest.result().lsn_end
 
     # Where the run stands
 
@@ -232,6 +240,7 @@ class Leader:
         limit_s = self.config.train.step_timeout_s
         began = time.monotonic()
         while not is_stopped():
+            self._changed.clear()
             exhausted = self.is_exhausted
             num_groups = self.config.groups_per_step
             if exhausted:
@@ -247,7 +256,6 @@ class Leader:
                 await self._stalled(limit_s)
             await meanwhile()
             self.say(self.waiting_for())
-            self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await self._changed.wait()
@@ -275,14 +283,13 @@ class Leader:
             micro_batch_tokens=self.config.train.micro_batch_tokens,
             cursor=self.inbox.cursor,
         )
-        await self.write_plan(plan, verdicts)
+        self.write_plan(plan, verdicts)
         self._wake.set()
         return plan
 
-    async def write_plan(self, plan: StepPlan, verdicts: Sequence[GroupVerdict] = ()) -> None:
-        """Append a plan and the admissions that it rests on, in one message; ranks read its rows meanwhile."""
+    def write_plan(self, plan: StepPlan, verdicts: Sequence[GroupVerdict] = ()) -> None:
+        """Tell a plan and the admissions that it rests on, in one message; ranks read its rows meanwhile."""
         self.ranks.expect(plan)
-        began = time.monotonic()
         text = plan_to_json(plan)
         planned = event(
             "batch_planned",
@@ -297,11 +304,22 @@ class Leader:
             seed=plan.seed,
             cursor=plan.cursor,
         )
-        await self.producer.append(events=[*(self._decided(verdict) for verdict in verdicts), planned], is_urgent=True)
-        self.log_s += time.monotonic() - began
+        self.tell(*(self._decided(verdict) for verdict in verdicts), planned)
 
-    async def record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
-        """Append what a step did: step_trained and its consumption in one message, or step_refused. The cursor goes with it."""
+    def tell(self, *events: Event, consumption: Sequence[Consumption] = ()) -> asyncio.Task[Ack]:
+        """Send facts as one message and go on. They are in the log in the order told, the last of them when settled() returns."""
+        sending = asyncio.create_task(self.producer.append(events=events, consumption=consumption, is_urgent=True))
+        self._told.append(sending)
+        return sending
+
+    async def settled(self) -> None:
+        """Return once everything told is in the log; the first error that kept something out is raised."""
+        told, self._told = self._told, []
+        for sending in told:
+            await sending
+
+    def record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
+        """Tell what a step did: step_trained and its consumption in one message, or step_refused. The cursor goes with it."""
         if result.refused is not None:
             refused = event(
                 "step_refused",
@@ -311,13 +329,11 @@ class Leader:
                 error=result.refused.error,
                 n_sampled=plan.n_sampled,
             )
-            ack = await self.producer.append(events=[refused], is_urgent=True)
+            self._newest = self.tell(refused)
             self._refused_in_row += 1
         else:
             self._refused_in_row = 0
-            trained = step_trained(result, wait_s=wait_s)
-            ack = await self.producer.append(events=[trained], consumption=consumption(plan, result), is_urgent=True)
-        self.lsn_end = ack.lsn_end
+            self._newest = self.tell(step_trained(result, wait_s=wait_s), consumption=consumption(plan, result))
         self.num_recorded += 1
         if result.refused is not None and self._refused_in_row >= MAX_REFUSED:
             raise StalledError(

@@ -30,28 +30,33 @@ class Listener(Protocol):
 async def record_step(
     house: House, leader: Leader, plan: StepPlan, result: StepResult, *, wait_s: float, version: int | None
 ) -> WeightSource | None:
-    """Write down what a step did, scores and gate decisions before the step itself, while its weights are made ready as a version.
+    """Write down what a step did while its weights are made ready as a version: the plan is there first, then scores and gate
+    decisions, then the step.
 
     version: None where the engines get no new weights. Returns where the weights are; no engine has seen them yet.
     """
-    result = replace(result, log_s=result.log_s + leader.log_s)
+    began = time.monotonic()
+    await leader.settled()
+    result = replace(result, log_s=result.log_s + leader.log_s + time.monotonic() - began)
+    house.ranks.release()
 
     async def write() -> tuple[float, None]:
         await house.ranks.settle()
-        await leader.record(plan, result, wait_s=wait_s)
+        leader.record(plan, result, wait_s=wait_s)
+        if version is not None:
+            await leader.settled()
         return time.monotonic(), None
 
     async def make_ready(version: int) -> tuple[float, WeightSource]:
         source = await publish(house, version)
         return time.monotonic(), source
 
-    began = time.monotonic()
+    ready_at = time.monotonic()
     if version is None:
-        written_at, _ = await write()
-        leader.log_s = written_at - began
-        return None
-    # The ranks are asked for weights first, so that they make them while the log takes the step.
-    (ready_at, source), (written_at, _) = await together(make_ready(version), write())
+        written_at, source = await write()
+    else:
+        # The ranks are asked for weights first, so that they make them while the log takes the step.
+        (ready_at, source), (written_at, _) = await together(make_ready(version), write())
     leader.log_s = max(0.0, written_at - ready_at)
     return source
 
@@ -59,6 +64,7 @@ async def record_step(
 async def save_checkpoint(house: House, leader: Leader, *, step: int, policy_version: int, is_final: bool = False) -> None:
     """Write a checkpoint that names its log position, and at the end the model as a Hugging Face folder."""
     if leader.saved_step != step:
+        await leader.settled()
         lsn_end = leader.lsn_end
         path, digest = await house.ranks.save(step=step, policy_version=policy_version, cursor=leader.inbox.cursor, lsn_end=lsn_end)
         saved = event(
@@ -92,4 +98,5 @@ async def finish(house: House, listener: Listener, leader: Leader) -> AsyncItera
 
 
 async def _say_ended(house: House, leader: Leader, reason: str, error: str | None) -> None:
+    await leader.settled()
     await house.producer.append(events=[event("attempt_ended", reason=reason, error=error, num_steps=leader.num_recorded)])

@@ -39,6 +39,7 @@ async def refit_newcomers(house: House, leader: Leader, *, step: int) -> None:
 
 
 async def _take(house: House, leader: Leader, source: WeightSource, *, step: int, only: Sequence[str] | None = None) -> None:
+    await leader.settled()  # what made the weights is in the log before anyone samples with them
     for tried in range(1, NUM_TRIES + 1):
         try:
             times = await house.pool.refit(source, step=step, send=house.ranks.sender(source), only=only)
@@ -48,22 +49,19 @@ async def _take(house: House, leader: Leader, source: WeightSource, *, step: int
                 raise
             only = None  # whoever lives now: the engines of a broadcast that broke off are being replaced
             source = await house.ranks.publish_again(engines=await house.pool.engines())
-    await house.producer.append(
-        events=[
-            event(
-                "weights_refit",
-                policy_version=source.policy_version,
-                step=step,
-                weights_digest=times.weights_digest,
-                engines=json.dumps(times.engines, sort_keys=True),
-                pause_s=times.pause_s,
-                transfer_s=times.transfer_s,
-                verify_s=times.verify_s,
-                resume_s=times.resume_s,
-                size_bytes=times.size_bytes,
-                num_in_flight=times.num_in_flight,
-            )
-        ],
-        is_urgent=True,
+    leader.tell(
+        event(
+            "weights_refit",
+            policy_version=source.policy_version,
+            step=step,
+            weights_digest=times.weights_digest,
+            engines=json.dumps(times.engines, sort_keys=True),
+            pause_s=times.pause_s,
+            transfer_s=times.transfer_s,
+            verify_s=times.verify_s,
+            resume_s=times.resume_s,
+            size_bytes=times.size_bytes,
+            num_in_flight=times.num_in_flight,
+        )
     )
     leader.serve(source.policy_version)

@@ -7,7 +7,8 @@ replay   read -> train -> compare with what is there, bit for bit; the first dif
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,9 +27,13 @@ from molt.log.rows import Event, Score, event, payload_name
 
 if TYPE_CHECKING:
     from molt.log.cut import Cut
+    from molt.log.message import Message
     from molt.log.producer import Producer
     from molt.log.reader import LogReader
 
+
+Write = Callable[[], None]
+"""Writes what was prepared; returns when it is durable."""
 
 COMPARED = ("trainer_logprobs", "reference_logprobs", "teacher_logprobs", "values", "advantages", "gate_weights")
 """Score columns that replay compares."""
@@ -41,8 +46,8 @@ class Journal(Protocol):
         """Rows in the order asked, each checked against its digest."""
         ...
 
-    def scores(self, step: Step, rank: int) -> None:
-        """Keep (or compare) what one rank computed; it is durable on return."""
+    def scores(self, step: Step, rank: int) -> Write:
+        """Encode (or compare) what one rank computed. What it returns writes it down, and returns when it is durable."""
         ...
 
     def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
@@ -71,14 +76,19 @@ class LogJournal:
     def _read(self, segment_ids: Sequence[str]) -> list[Row]:
         return read_rows(self.reader, segment_ids, wants_routes=self.config.train.routing_replay)
 
-    def scores(self, step: Step, rank: int) -> None:
-        """Append scores and gate decisions of one rank and wait for the ack; in replay, compare scores with those recorded."""
+    def scores(self, step: Step, rank: int) -> Write:
+        """Encode scores and gate decisions of one rank; in replay, compare scores with those recorded."""
         made = [score for number in range(len(step.batches)) for score in _scores(step, number, rank)]
         if self.producer is None:
             self._compare(step.plan, made)
         elif made:
             batches = zip(step.batches, step.columns.gates, strict=True)
-            self.producer.append_sync(scores=made, events=[e for batch, gate in batches for e in self._gate_events(step.plan, batch, gate)])
+            events = [e for batch, gate in batches for e in self._gate_events(step.plan, batch, gate)]
+            return partial(self._send, self.producer, self.producer.prepare(scores=made, events=events))
+        return _nothing
+
+    def _send(self, producer: Producer, message: Message) -> None:
+        producer.send(message)
 
     def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
         """Digests of batch, loss and weights against the record, where there is one."""
@@ -127,6 +137,10 @@ class LogJournal:
                 raise ReplayMismatchError(f"step {plan.step}, segment {score.segment_id}: the log holds no score of it")
             for column in COMPARED:
                 _compare_column(plan.step, score.segment_id, column, then.get(column), getattr(score, column))
+
+
+def _nothing() -> None:
+    """Nothing is to be written."""
 
 
 def read_rows(reader: LogReader, segment_ids: Sequence[str], *, wants_routes: bool = False) -> list[Row]:

@@ -27,7 +27,7 @@ from molt.config import Config
 from molt.errors import LineageError, NonFiniteError
 from molt.learn import exchange, tally
 from molt.learn.beside import Beside, is_distilled, needs_critic, needs_frozen
-from molt.learn.journal import Journal
+from molt.learn.journal import Journal, Write
 from molt.learn.policy import Policy, Update
 from molt.learn.result import RecordedStep, Refusal, RefusalReason, StepResult
 from molt.learn.routes import Routes
@@ -57,22 +57,19 @@ class PolicyRank:
         self.routes: Routes | None = Routes.install(policy.scorer.lm) if config.train.routing_replay else None
         policy.scorer.routes = self.routes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._ready: Future[Write] | None = None
+        """Scores and gate decisions of the newest step, encoded and held back."""
         self._writing: Future[None] | None = None
-        """Scores and gate decisions of the newest step, on their way into the log."""
+        """The same, on their way into the log."""
 
     def train(
-        self,
-        plan: StepPlan,
-        recorded: RecordedStep | None = None,
-        frozen: FrozenColumns | None = None,
-        *,
-        waits_for_log: bool = True,
+        self, plan: StepPlan, recorded: RecordedStep | None = None, frozen: FrozenColumns | None = None, *, waits_for_log: bool = True
     ) -> StepResult:
         """One step. Every rank returns the same result; a refused step changes neither weights nor optimizer.
 
         recorded: what the log says of the step, in replay; a difference raises ReplayMismatchError. frozen: log-probs of the
         reference or teacher, where it stands apart. waits_for_log: whether scores and gate decisions are in the log on return;
-        without it settle() says when they are, and the step counts only then.
+        without it they are held back until release(), settle() says when they are there, and the step counts only then.
         """
         self.settle()
         begun = time.monotonic()
@@ -92,7 +89,9 @@ class PolicyRank:
                 reason=RefusalReason.NOTHING_KEPT, error=f"no trainable token of {plan.n_sampled} sampled is left after the gate"
             )
         digests = self._digests(step, row_digests.result())
-        self._writing = self._write(step, refusal)
+        self._ready = self._write(step, refusal)
+        if waits_for_log:
+            self.release()
         update = None
         if refusal is None:
             update, refusal = self._update(step)
@@ -121,8 +120,15 @@ class PolicyRank:
         self._steer(plan, total, refusal)
         return result
 
+    def release(self) -> None:
+        """Begin to write scores and gate decisions of the newest step: its plan is in the log."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            self._writing = self._pool.submit(lambda: ready.result()())
+
     def settle(self) -> None:
         """Return once everything that was written about the newest step is in the log; the error that kept it out is raised here."""
+        self.release()
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -374,8 +380,8 @@ class PolicyRank:
         losses = [np.float32(loss).tobytes().hex() for _, rank_losses in facts for loss in rank_losses]
         return digest_of([by_place[p] for p in range(len(step.plan.segments)) if p in by_place]), digest_of(losses)
 
-    def _write(self, step: Step, refusal: Refusal | None) -> Future[None] | None:
-        """Send scores and gates to the log (or compare them with it) while the update runs; the first rank of each data shard does."""
+    def _write(self, step: Step, refusal: Refusal | None) -> Future[Write] | None:
+        """Encode scores and gates (or compare them with the log) while the update runs; the first rank of each data shard does."""
         if not self.is_first or (refusal is not None and refusal.reason is RefusalReason.LINEAGE):
             return None
         return self._pool.submit(self.journal.scores, step, self.rank)

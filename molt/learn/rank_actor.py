@@ -165,6 +165,10 @@ class RankProcess(Member):
             torch.cuda.empty_cache()  # engines that slept meanwhile take their memory back now
         return result if self.spec.rank == 0 else None
 
+    def release(self) -> None:
+        """Begin to write down what the newest step computed."""
+        self.ranked.release()
+
     def settle(self) -> None:
         """Return once what the newest step wrote is in the log."""
         self.ranked.settle()

@@ -117,7 +117,8 @@ class RankGroup:
     async def train(self, plan: StepPlan, recorded: RecordedStep | None = None, *, waits_for_log: bool = True) -> StepResult:
         """Train one planned step. A refused step comes back with refused set. Replay raises ReplayMismatchError at a difference.
 
-        waits_for_log: whether scores and gate decisions are in the log on return; without it, await settle() before the step counts.
+        waits_for_log: whether scores and gate decisions are in the log on return. Without it they are held back until release(), which
+        is for when the plan is in the log; await settle() before the step counts.
         """
         if len(plan.micro_batches) != self.config.fsdp.num_shards:
             fsdp = self.config.fsdp
@@ -126,6 +127,11 @@ class RankGroup:
                 f"fsdp.tp_size x fsdp.cp_size={fsdp.group_size} are {fsdp.num_shards}; start with the planned number"
             )
         return (await self._ask("train", plan, recorded, waits_for_log, own=[a.score.remote(plan) for a in self._frozen] or None))[0]
+
+    def release(self) -> None:
+        """Let the ranks write down what the newest step computed, behind whatever they are asked next."""
+        for actor in self._actors:
+            actor.release.remote()
 
     async def settle(self) -> None:
         """Return once scores and gate decisions of the newest step are in the log."""

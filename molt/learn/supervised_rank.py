@@ -16,6 +16,7 @@ from molt.admission.plan import StepPlan
 from molt.algo.advantage import Advantages
 from molt.algo.correction import importance_gate
 from molt.learn import exchange, tally
+from molt.learn.journal import Write
 from molt.learn.rank import PolicyRank
 from molt.learn.result import Refusal
 from molt.learn.rows import Row, micro_batches
@@ -57,6 +58,6 @@ class SupervisedRank(PolicyRank):
         step.sums.note(gate, entropy.detach(), batch.is_trainable_N, {})
         return -(scale_N * logprobs).sum()
 
-    def _write(self, step: Step, refusal: Refusal | None) -> Future[None] | None:
+    def _write(self, step: Step, refusal: Refusal | None) -> Future[Write] | None:
         """Nothing: a demonstration has no behaviour to compare with, so it has neither scores nor gate decisions."""
         return None

@@ -117,7 +117,14 @@ class Producer:
         is_urgent: bool = True,
     ) -> Ack:
         """append() for code without an event loop; it asks for a commit at once, since its caller stands still."""
-        message = self._message(segments, scores, events, consumption, payloads, is_urgent)
+        return self.send(self._message(segments, scores, events, consumption, payloads, is_urgent))
+
+    def prepare(self, *, scores: Sequence[Score], events: Sequence[Event]) -> Message:
+        """Encode rows and take their place among this producer's messages; send() it before whatever was prepared later."""
+        return self._message((), scores, events, (), (), True)
+
+    def send(self, message: Message) -> Ack:
+        """Send a prepared message and return once it is durable."""
         is_known = False
         try:
             for pause in self._pauses():

@@ -106,8 +106,9 @@ async def test_steps_that_are_refused_one_after_the_other_end_the_run(tmp_path: 
             entropy_mean=None, batch_digest="", loss_digest="", weights_digest=None, refused=refusal,
         )  # fmt: skip
         if step < MAX_REFUSED - 1:
-            await leader.record(plan, refused, wait_s=0.0)
+            leader.record(plan, refused, wait_s=0.0)
         else:
             with pytest.raises(StalledError, match=r"8 steps in a row were refused.*versions 0 and 1"):
-                await leader.record(plan, refused, wait_s=0.0)
+                leader.record(plan, refused, wait_s=0.0)
+    await leader.settled()
     assert events(tmp_path, "step_refused") == MAX_REFUSED

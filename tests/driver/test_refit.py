@@ -13,6 +13,7 @@ import pytest
 from molt.admission.plan import StepPlan, plan_step
 from molt.cli.programs import load_program
 from molt.config import Config
+from molt.driver.leader import Leader
 from molt.driver.refit import publish, refit, refit_newcomers
 from molt.driver.versions import VersionClock
 from molt.errors import RefitError
@@ -40,6 +41,12 @@ class ScriptedRanks:
         """What the next broadcasts break off with."""
         self.version = 0
 
+    def release(self) -> None:
+        """No score is held back."""
+
+    async def settle(self) -> None:
+        """No score is on its way."""
+
     async def train(self, plan: StepPlan, *, waits_for_log: bool) -> StepResult:
         for engine in self.harbour.engines.values():
             engine.log.append("(step)")
@@ -48,9 +55,6 @@ class ScriptedRanks:
             step=plan.step, policy_version=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, n_sampled=0, n_kept=0, reward_mean=None,
             kl_mean=None, entropy_mean=None, batch_digest="", loss_digest="", weights_digest=None, refused=refused,
         )  # fmt: skip
-
-    async def settle(self) -> None:
-        """Everything is written."""
 
     async def publish_weights(self, version: int, *, engines: Sequence[str]) -> WeightSource:
         self.version = version
@@ -70,6 +74,22 @@ class ScriptedRanks:
         return send if self.is_broadcast else None
 
 
+class ScriptedLeader(Leader):
+    """Tells facts as the real one; steps and plans are not looked at here."""
+
+    def __init__(self, producer: Producer) -> None:
+        self.producer, self.log_s, self._told = producer, 0.0, []
+
+    def record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
+        """Not looked at."""
+
+    def serve(self, policy_version: int) -> None:
+        """Not looked at."""
+
+    def figures(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> dict[str, Any]:
+        return {}
+
+
 class Rig:
     """One engine or more in a real fleet and pool, over a real log."""
 
@@ -83,11 +103,8 @@ class Rig:
         self.fleet = Fleet(specs, launch=self.harbour.launch)  # type: ignore[arg-type]
         pool = RolloutPool(config, sink=writer, fleet=self.fleet, crew=SimpleNamespace())  # type: ignore[arg-type]
         self.house: Any = SimpleNamespace(config=config, ranks=self.ranks, pool=pool, producer=Producer(writer, "driver"))
-        self.leader: Any = SimpleNamespace(log_s=0.0, record=self._record, serve=lambda version: None, figures=lambda *a, **k: {})
+        self.leader = ScriptedLeader(self.house.producer)
         self.clock = VersionClock.of(config)
-
-    async def _record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
-        """What the real leader writes down is not looked at here."""
 
     async def step(self, number: int) -> None:
         """One step of the loop."""
@@ -99,8 +116,9 @@ class Rig:
         """What the engine was asked since its start."""
         return self.harbour.engines[name].log[1:]
 
-    def refits(self) -> list[tuple[int, list[str]]]:
+    async def refits(self) -> list[tuple[int, list[str]]]:
         """Version and engines of each refit in the log."""
+        await self.leader.settled()
         bodies = LogReader.open(self.folder).cut().table("events", ["lsn", "body"], where="kind = 'weights_refit'").sort_by("lsn")
         told = [json.loads(body) for body in bodies.column("body").to_pylist()]
         return [(body["policy_version"], sorted(json.loads(body["engines"]))) for body in told]
@@ -125,14 +143,14 @@ async def test_engines_sleep_while_the_trainer_steps_and_wake_for_the_refit(tmp_
     await rig.fleet.start()
     await rig.step(0)
     assert rig.log() == [f"sleep {level}", "(step)", "wake", "pause wait", "refit", "resume"]
-    assert rig.refits() == [(1, ["e0"])]
+    assert await rig.refits() == [(1, ["e0"])]
 
 
 async def test_after_a_step_without_a_new_version_sleepers_of_level_1_go_on_with_what_they_kept(tmp_path: Path, writer: LogWriter) -> None:
     rig = Rig(tmp_path / "run", writer, vllm={"sleep_level": 1}, is_refusing=True)
     await rig.fleet.start()
     await rig.step(0)
-    assert rig.log() == ["sleep 1", "(step)", "wake", "resume"] and rig.refits() == []
+    assert rig.log() == ["sleep 1", "(step)", "wake", "resume"] and await rig.refits() == []
 
 
 async def test_after_a_step_without_a_new_version_sleepers_of_level_2_get_the_old_one_again(tmp_path: Path, writer: LogWriter) -> None:
@@ -141,7 +159,7 @@ async def test_after_a_step_without_a_new_version_sleepers_of_level_2_get_the_ol
     await refit(rig.house, rig.leader, await publish(rig.house, 0), step=-1)
     await rig.step(0)
     assert rig.log()[3:] == ["sleep 2", "(step)", "wake", "pause wait", "refit", "resume"]
-    assert rig.refits() == [(0, ["e0"]), (0, ["e0"])]
+    assert await rig.refits() == [(0, ["e0"]), (0, ["e0"])]
 
 
 async def test_a_broadcast_that_loses_its_engine_is_planned_again_for_the_one_in_its_place(tmp_path: Path, writer: LogWriter) -> None:
@@ -151,7 +169,7 @@ async def test_a_broadcast_that_loses_its_engine_is_planned_again_for_the_one_in
     rig.harbour.engines["e0"].is_dead = True  # nobody knows yet
     await refit(rig.house, rig.leader, await publish(rig.house, 1), step=0)
     assert rig.ranks.groups == [["e0"], ["e0"], ["e0+1"]]
-    assert rig.refits() == [(0, ["e0"]), (1, ["e0+1"])] and [berth.spec.name for berth in rig.fleet.serving] == ["e0+1"]
+    assert await rig.refits() == [(0, ["e0"]), (1, ["e0+1"])] and [berth.spec.name for berth in rig.fleet.serving] == ["e0+1"]
 
 
 async def test_a_broadcast_that_breaks_off_is_made_again(tmp_path: Path, writer: LogWriter) -> None:
@@ -161,7 +179,7 @@ async def test_a_broadcast_that_breaks_off_is_made_again(tmp_path: Path, writer:
     for engine in rig.harbour.engines.values():
         engine.refits = [RefitError("nothing came")]
     await refit(rig.house, rig.leader, await publish(rig.house, 1), step=0)
-    assert rig.ranks.groups == [["e0", "e1"]] * 2 and rig.refits() == [(1, ["e0", "e1"])]
+    assert rig.ranks.groups == [["e0", "e1"]] * 2 and await rig.refits() == [(1, ["e0", "e1"])]
 
 
 async def test_a_newcomer_gets_a_broadcast_of_the_version_that_the_others_serve(tmp_path: Path, writer: LogWriter) -> None:
@@ -174,6 +192,6 @@ async def test_a_newcomer_gets_a_broadcast_of_the_version_that_the_others_serve(
     assert rig.house.pool.newcomers == ["e1+1"]
     before = len(rig.log("e0"))
     await refit_newcomers(rig.house, rig.leader, step=2)
-    assert rig.ranks.groups == [["e0", "e1"], ["e1+1"]] and rig.refits() == [(3, ["e0", "e1"]), (3, ["e1+1"])]
+    assert rig.ranks.groups == [["e0", "e1"], ["e1+1"]] and await rig.refits() == [(3, ["e0", "e1"]), (3, ["e1+1"])]
     assert len(rig.log("e0")) == before  # the others sample on meanwhile
     assert len(rig.fleet.serving) == 2

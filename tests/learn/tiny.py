@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -150,9 +150,9 @@ class MemoryJournal:
     def read(self, segment_ids: Sequence[str]) -> list[Row]:
         return [self.rows[segment_id] for segment_id in segment_ids]
 
-    def scores(self, step: Step, rank: int) -> float:
+    def scores(self, step: Step, rank: int) -> Callable[[], None]:
         self.written.append(step)
-        return 0.0
+        return lambda: None
 
     def compare_step(self, *args: Any) -> None:
         return None

@@ -66,7 +66,8 @@ def bare_loop(run_dir: Path, steps: Sequence[int], num_skipped: int, *, log: Pat
 def _last_line(child: Child, limit_s: float) -> dict[str, Any]:
     if child.wait(limit_s) != 0:
         raise RuntimeError(child.tail())
-    return json.loads(child.log.read_text().strip().splitlines()[-1])
+    # An engine may still complain of its end below the result.
+    return json.loads(next(line for line in reversed(child.log.read_text().splitlines()) if line.startswith("{")))
 
 
 async def engine_alone(folder: Path) -> dict[str, Any]:
@@ -255,4 +256,4 @@ def main(words: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(sys.argv[1:])))
+    print("\n" + json.dumps(main(sys.argv[1:])), flush=True)

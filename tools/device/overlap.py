@@ -248,7 +248,9 @@ class Overlap:
         async with alongside(leader.feed()):
             for _ in range(num_warm + num_steps):
                 began = time.monotonic()
-                plan = await leader.next_plan(self.step, num_ranks=self.config.fsdp.num_shards, is_stopped=lambda: False)
+                plan = await leader.next_plan(
+                    self.step, num_ranks=self.config.fsdp.num_shards, is_stopped=lambda: False, meanwhile=_nothing
+                )
                 assert plan is not None, "there are prompts left"
                 await self.rl.train_step(house, leader, Quiet(), plan, self.clock, wait_s=time.monotonic() - began)
                 self.step += 1
@@ -325,6 +327,10 @@ def sampled_between(run_dir: Path, begin: float, end: float) -> int:
 
     where = f"purpose = 'train' and finished_at > {begin} and finished_at <= {end}"
     return int(sum(LogReader.open(run_dir).cut().table("segments", ["n_sampled"], where=where)["n_sampled"].to_pylist()))
+
+
+async def _nothing() -> None:
+    """What is done while the trainer waits for rollouts."""
 
 
 def _num_cards() -> int:
