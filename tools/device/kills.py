@@ -73,10 +73,17 @@ class Killer:
 
     def kill_rank(self, limit_s: float) -> dict[str, Any]:
         """Kill a trainer rank in the middle of a step: Ray names the method that a process runs in its title."""
-        wait_until(lambda: bool(self.find(f"{RANK}.train")), limit_s, every_s=0.005)
-        ranks = self.find(f"{RANK}.train")
-        assert ranks, f"no rank was seen in a step within {limit_s:g} s"
-        return self.kill(ranks[0])
+        killed: dict[str, Any] = {}
+        ranks = self.find(RANK)
+
+        def is_killed() -> bool:
+            training = next((rank for rank in ranks if _title(rank).startswith(f"{RANK}.train")), None)
+            if training is not None:
+                killed.update(self.kill(training))
+            return training is not None
+
+        assert wait_until(is_killed, limit_s, every_s=0.001), f"no rank of {len(ranks)} was seen in a step within {limit_s:g} s"
+        return killed
 
     def kill(self, victim: psutil.Process) -> dict[str, Any]:
         """kill -9."""
