@@ -100,7 +100,7 @@ def _setup(actor: ActorSettings, fsdp: FsdpSettings) -> Any:
     return DistributedSetup.build(
         FSDP2Config(mp_policy=precision, defer_fsdp_grad_sync=False),
         parallelism_sizes=ParallelismSizes(ep_size=fsdp.ep_size, dp_replicate_size=fsdp.replicas if fsdp.replicas > 1 else None),
-        activation_checkpointing=actor.gradient_checkpointing,
+        activation_checkpointing=False,  # molt.learn.model does it for every model, and keeps the names of weights as they are
     )
 
 

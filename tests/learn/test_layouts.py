@@ -75,7 +75,9 @@ def routed_rows() -> list[Row]:
 
 def train(model: Path, fsdp: dict[str, int], *, is_replayed: bool, folder: Path, name: str, loads: Path | None) -> Outcome:
     """Two steps in this process group, a checkpoint after them, then the one of another layout."""
-    rooms: dict[str, Any] = {"actor": {"learning_rate": LEARNING_RATE, "implementation": "automodel" if "ep_size" in fsdp else "hf"}}
+    actor = {"learning_rate": LEARNING_RATE, "implementation": "automodel" if "ep_size" in fsdp else "hf"}
+    # Layouts with slices compute activations again in the backward pass, collectives and replayed routes included; the others keep them.
+    rooms: dict[str, Any] = {"actor": actor | {"gradient_checkpointing": "cp_size" in fsdp}}
     rooms["train"] = {"micro_batch_tokens": 32, "routing_replay": is_replayed}
     config = make_config(model, fsdp=fsdp, **rooms)
     rows = routed_rows() if is_replayed else make_rows(7)
