@@ -169,13 +169,9 @@ def host_bill(config: Config, parameters: Parameters, *, ranks_per_host: int) ->
     """One host: what its ranks hold beside their GPUs."""
     width = 2 if config.actor.dtype == "bfloat16" else 4
     local = local_parameters(config, parameters)
-    needs = [
-        Need(
-            what="loading",
-            gib=4 * parameters.total * ranks_per_host / GIB,
-            why=f"a float32 copy in each of {ranks_per_host} ranks, at the start",
-        )
-    ]
+    # AutoModel reads shards where it spreads experts; the Hugging Face class reads the whole model in every rank, then shards it.
+    loaded = local if config.fsdp.ep_size > 1 else parameters.total
+    needs = [Need(what="loading", gib=4 * loaded * ranks_per_host / GIB, why=f"float32 in each of {ranks_per_host} ranks, at the start")]
     if config.vllm.weight_transfer == "file":
         needs.append(Need(what="shared memory", gib=2 * width * parameters.total / GIB, why="two versions of the weights in /dev/shm"))
     if config.fsdp.offload != "none":

@@ -90,6 +90,12 @@ def _load_state(folder: Path, policies: dict[str, Policy], position: Position) -
     rng = {key: value for key, value in state.pop("rng").items()}
     known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     has_rng = all(f"rng.{key}" in known for key in rng)
+    for name in policies:
+        if absent := [weight for weight in state[name]["model"] if f"{name}.model.{weight}" not in known]:
+            raise DataError(
+                f"checkpoint {folder} holds no {absent[0]} of {name} ({len(absent)} weights are absent): another class of model wrote it; "
+                "set actor.implementation as it was then, or start from the exported model"
+            )
     dcp.load(state | ({"rng": rng} if has_rng else {}), checkpoint_id=folder)
     for name, policy in policies.items():
         set_model_state_dict(policy.scorer, state[name]["model"])

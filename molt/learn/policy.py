@@ -59,7 +59,7 @@ class Policy:
         self.revision = 0
         """Counts changes of the weights, by updates and by loading."""
         self.facts: tuple[int, dict[str, TensorFacts]] | None = None
-        """Revision, and what is known of the tensors as they are sent of that revision; no tensors but on rank 0."""
+        """Revision, and what is known of the tensors as they are sent of that revision."""
         self.is_optimizer_offloaded = fsdp.offload == "optimizer"
         """Moments lie on the host between updates."""
         self.is_offloaded = fsdp.offload != "none"

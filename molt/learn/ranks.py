@@ -126,7 +126,10 @@ class RankGroup:
                 f"step {plan.step} was planned for {len(plan.micro_batches)} data shards, fsdp.num_ranks={fsdp.num_ranks} over "
                 f"fsdp.tp_size x fsdp.cp_size={fsdp.group_size} are {fsdp.num_shards}; start with the planned number"
             )
-        return (await self._ask("train", plan, recorded, waits_for_log, own=[a.score.remote(plan) for a in self._frozen] or None))[0]
+        import ray
+
+        told = ray.put(plan)  # once, instead of with the call of each rank
+        return (await self._ask("train", told, recorded, waits_for_log, own=[a.score.remote(told) for a in self._frozen] or None))[0]
 
     def release(self) -> None:
         """Let the ranks write down what the newest step computed, behind whatever they are asked next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,13 +19,22 @@ def stream(policy: Policy, *, shards: dict[str, torch.Tensor] | None = None) -> 
 
     A collective that every rank goes through to its end. shards: as in Policy.stream.
     """
-    lm, is_first = policy.scorer.lm, dist.get_rank() == 0
+    is_first = dist.get_rank() == 0
+    for (_, sent), tensor in _numbered(policy, lambda number: is_first, shards):
+        yield sent, tensor
+
+
+def _numbered(
+    policy: Policy, is_mine: Callable[[int], bool], shards: dict[str, torch.Tensor] | None = None
+) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+    """Tensors under (number of the parameter, checkpoint name), of the parameters whose numbers this rank takes."""
+    lm = policy.scorer.lm
     adapter = getattr(lm, "state_dict_adapter", None)
-    for name, whole in policy.stream(SENT_DTYPES[policy.actor.dtype], shards=shards):
-        if is_first:  # AutoModel keeps experts grouped; the checkpoint has them apart
+    for number, (name, whole) in enumerate(policy.stream(SENT_DTYPES[policy.actor.dtype], shards=shards)):
+        if is_mine(number):  # AutoModel keeps experts grouped; the checkpoint has them apart
             named = adapter.to_hf({name: whole}) if adapter is not None else checkpoint_names(lm, {name: whole})
             for sent, tensor in named.items():
-                yield sent, tensor.contiguous()
+                yield (number, sent), tensor.contiguous()
 
 
 def sent_tensors(policy: Policy, *, is_on_device: bool = False) -> dict[str, torch.Tensor]:
@@ -34,17 +43,22 @@ def sent_tensors(policy: Policy, *, is_on_device: bool = False) -> dict[str, tor
 
 
 def sent_facts(policy: Policy) -> dict[str, TensorFacts]:
-    """Shapes and digests of the tensors as they are sent, on rank 0; looked at once for each revision. A collective."""
+    """Shapes and digests of the tensors as they are sent, in that order; looked at once for each revision. A collective.
+
+    Hashing is slower than gathering, so the ranks share it: each takes every so many-th parameter.
+    """
     if policy.facts is None or policy.facts[0] != policy.revision:
-        policy.facts = (policy.revision, facts_of(stream(policy)))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        parts: list[dict[tuple[int, str], TensorFacts] | None] = [None] * size
+        dist.all_gather_object(parts, facts_of(_numbered(policy, lambda number: number % size == rank)))
+        known = [item for part in parts if part is not None for item in part.items()]
+        policy.facts = (policy.revision, {name: fact for (_, name), fact in sorted(known, key=lambda item: item[0][0])})
     return policy.facts[1]
 
 
 def sent_digest(policy: Policy) -> str:
     """Model digest over the tensors as they are sent: equal to what an engine reports that took them. A collective."""
-    digest = [model_digest(digests(sent_facts(policy)))]
-    dist.broadcast_object_list(digest, src=0, device=policy.device)
-    return digest[0]
+    return model_digest(digests(sent_facts(policy)))
 
 
 def digests(facts: Mapping[str, TensorFacts]) -> dict[str, str]:

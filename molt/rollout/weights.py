@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +41,9 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor], *, num_threads: int = 4)
         return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
 
 
+Key = TypeVar("Key")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
     """What is known of one tensor without holding it."""
@@ -51,11 +55,11 @@ class TensorFacts:
     digest: str
 
 
-def facts_of(tensors: Iterable[tuple[str, torch.Tensor]], *, num_threads: int = 4) -> dict[str, TensorFacts]:
+def facts_of(tensors: Iterable[tuple[Key, torch.Tensor]], *, num_threads: int = 4) -> dict[Key, TensorFacts]:
     """Facts of tensors that come one after another; a few are held at a time, while they are hashed."""
-    facts: dict[str, TensorFacts] = {}
+    facts: dict[Key, TensorFacts] = {}
     with ThreadPoolExecutor(num_threads) as pool:
-        waiting: deque[tuple[str, Future[TensorFacts]]] = deque()
+        waiting: deque[tuple[Key, Future[TensorFacts]]] = deque()
         for name, tensor in tensors:
             waiting.append((name, pool.submit(_facts, tensor.detach().to("cpu"))))
             if len(waiting) > 2 * num_threads:

@@ -13,7 +13,7 @@ import torch
 from molt.errors import DataError
 from molt.learn import checkpoint
 from molt.learn.checkpoint import Position, incomplete, keep_newest, load, newest, save
-from tests.learn.tiny import make_config, make_plan, make_rank, make_rows
+from tests.learn.tiny import make_config, make_moe, make_plan, make_rank, make_rows
 
 POSITION = Position(step=2, policy_version=2, cursor=11, lsn_end=17, weights_digest="d", num_updates={"actor": 2})
 
@@ -94,3 +94,12 @@ def test_only_the_newest_are_kept(model: Path, tmp_path: Path) -> None:
         save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=step, num_updates={"actor": 0}))
     keep_newest(tmp_path, 2)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_checkpoint_of_another_class_of_model_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    dense, moe = make_rank(make_config(model), make_rows(2)), make_rank(make_config(make_moe(tmp_path / "moe")), make_rows(2))
+    folder = save(tmp_path, {"actor": dense.policy}, replace(POSITION, num_updates={"actor": 0}))
+    before = moe.policy.full_tensors()
+    with pytest.raises(DataError, match=r"holds no lm\.model\.layers\.0\.mlp\.experts\..*another class of model wrote it"):
+        load(folder, {"actor": moe.policy})
+    assert all(torch.equal(before[name], tensor) for name, tensor in moe.policy.full_tensors().items())

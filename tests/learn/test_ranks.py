@@ -53,13 +53,13 @@ async def log(cluster: None, tmp_path: Path) -> AsyncIterator[Any]:
         ray.kill(handle, no_restart=True)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("fsdp", [{"num_ranks": 1}, {"num_ranks": 2}, {"num_ranks": 2, "cp_size": 2}])
 async def test_recorded_steps_replay_bit_for_bit_and_a_changed_digest_is_named(
-    log: Any, model: Path, tmp_path: Path, num_ranks: int
+    log: Any, model: Path, tmp_path: Path, fsdp: dict[str, int]
 ) -> None:
-    config = make_config(model, fsdp={"num_ranks": num_ranks})
+    config = make_config(model, fsdp=fsdp)
     options: dict[str, Any] = {"run_dir": tmp_path / "run", "run": "run", "num_steps": 3}
-    plans = [make_plan(ROWS, step=step, num_ranks=num_ranks, micro_batch_tokens=32) for step in range(3)]
+    plans = [make_plan(ROWS, step=step, num_ranks=config.fsdp.num_shards, micro_batch_tokens=32) for step in range(3)]
     group = await RankGroup.start(config, log=log, **options)
     try:
         results = [await group.train(plan) for plan in plans]
