@@ -60,6 +60,8 @@ class RolloutWorker:
         self._renderer: ChatRenderer | None = None
         self._episodes: dict[str, asyncio.Task[Episode]] = {}
         self._ended: dict[str, asyncio.Future[RolloutDone | RolloutFailed]] = {}
+        self._answered: dict[str, RolloutDone | RolloutFailed] = {}
+        """The newest outcomes: a driver that stops waiting may do so while the answer is on its way, and asks again."""
 
     async def start(self) -> None:
         """Load agent, tokenizer and template."""
@@ -89,6 +91,9 @@ class RolloutWorker:
             del self._ended[task.rollout_id]
             self._episodes.pop(task.rollout_id, None)
         ended.set_result(outcome)
+        self._answered[task.rollout_id] = outcome
+        while len(self._answered) > self._config.rollout.max_concurrency:
+            del self._answered[next(iter(self._answered))]
         return outcome
 
     async def _run(self, task: RolloutTask, calls: CountedCalls) -> RolloutDone | RolloutFailed:
@@ -135,10 +140,10 @@ class RolloutWorker:
         )
 
     async def cancel(self, rollout_id: str) -> RolloutDone | RolloutFailed | None:
-        """End a rollout and say how it ended; None when it does not run here."""
+        """End a rollout and say how it ended; None when it never ran here."""
         ended = self._ended.get(rollout_id)
         if ended is None:
-            return None
+            return self._answered.get(rollout_id)
         if rollout_id in self._episodes:
             self._episodes[rollout_id].cancel()
         return await asyncio.wait_for(asyncio.shield(ended), _CANCEL_LIMIT_S)
