@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from molt.learn.beside import Beside, Critic, FrozenModel
 from molt.learn.checkpoint import Position, load, save
+from molt.learn.mesh import make_mesh
+from molt.learn.rank import PolicyRank
 from molt.learn.result import StepResult
 from molt.learn.rows import Row
 from molt.learn.weights import digests, sent_digest, sent_tensors, stream
@@ -97,6 +100,26 @@ def train(model: Path, fsdp: dict[str, int], *, is_replayed: bool, folder: Path,
     return Outcome(results=results, weights=weights, digest=digest, reloaded=sent_digest(worker.policy))
 
 
+def train_beside(model: Path, fsdp: dict[str, int]) -> list[StepResult]:
+    """Two steps with a critic that learns and a reference that holds back, in this process group."""
+    algo = {"advantage": {"estimator": "gae", "lambd": 0.95}, "kl": {"coef": 0.1}}
+    config = make_config(model, fsdp=fsdp, algo=algo, actor={"learning_rate": LEARNING_RATE, "implementation": "hf"})
+    rows, path, mesh = make_rows(7), str(model), make_mesh(config.fsdp, "cpu")
+    rank = make_rank(config, rows)
+    beside = Beside(critic=Critic(config, mesh, actor_path=path, num_steps=10), frozen=FrozenModel(path, config, mesh))
+    worker = PolicyRank(config, rank.policy, rank.journal, rank=dist.get_rank(), beside=beside)
+    return [worker.train(make_plan(rows, step=step, num_ranks=config.fsdp.num_shards, micro_batch_tokens=32)) for step in range(NUM_STEPS)]
+
+
+def _process_beside(rank: int, size: int, folder: str, model: str, fsdp: dict[str, int]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/beside{size}", size), rank=rank, world_size=size)
+    results = train_beside(Path(model), fsdp)
+    if rank == 0:
+        torch.save(results, f"{folder}/results{size}")
+    leave_group()
+
+
 def _process(rank: int, size: int, folder: str, model: str, layouts: dict[str, dict[str, int]], is_replayed: bool) -> None:
     """One rank of all layouts of a size, one after another; each loads the checkpoint of the one before."""
     torch.set_num_threads(1)
@@ -174,6 +197,18 @@ def test_layout_of_a_dense_model_makes_the_steps_of_one_rank(dense: dict[str, Ou
 def test_layout_with_experts_and_replayed_routes_makes_the_steps_of_one_rank(moe: dict[str, Outcome], name: str) -> None:
     check_steps(moe["alone"], moe[name])
     check_weights(moe["alone"], moe[name])
+
+
+def test_critic_and_reference_share_the_layout_of_the_policy(tmp_path: Path) -> None:
+    model, found = make_model(tmp_path / "model", num_entries=98), []
+    for size, fsdp in ((1, {"num_ranks": 1}), (4, DENSE["tp2 x cp2"])):
+        mp.spawn(_process_beside, (size, str(tmp_path), str(model), fsdp), nprocs=size)
+        found.append(torch.load(tmp_path / f"results{size}", weights_only=False))
+    for one, other in zip(*found, strict=True):
+        assert one.refused is None and other.refused is None and abs(one.loss - other.loss) < 1e-6
+        for name in ("critic_loss", "critic_grad_norm", "reference_kl_mean", "explained_variance"):
+            assert (name in one.metrics) == (name in other.metrics)
+            assert one.metrics.get(name, 0.0) == pytest.approx(other.metrics.get(name, 0.0), rel=1e-4, abs=1e-7)
 
 
 def test_checkpoint_of_one_layout_loads_under_another(dense: dict[str, Outcome], moe: dict[str, Outcome]) -> None:
