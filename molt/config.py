@@ -114,6 +114,8 @@ class VllmSettings(Room):
     num_engines: int = Field(1, gt=0)
     tensor_parallel_size: int = Field(1, gt=0)
     data_parallel_size: int = Field(1, gt=0)
+    enable_expert_parallel: bool = False
+    """Whole experts on each GPU of an engine, in place of a part of every expert."""
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: the actor's."""

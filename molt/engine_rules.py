@@ -17,6 +17,8 @@ def engine_findings(config: Config) -> Iterator[str]:
         yield f"vllm.weight_transfer={vllm.weight_transfer} needs vllm.engine=vllm, got embedded; set it to file"
     elif placement != "auto":
         yield from placed_findings(config, is_colocated=placement == "colocated")
+    if vllm.enable_expert_parallel and vllm.engine != "embedded" and vllm.tensor_parallel_size * vllm.data_parallel_size == 1:
+        yield "vllm.enable_expert_parallel=true does nothing with engines of one GPU; raise vllm.tensor_parallel_size or drop it"
     if vllm.sleep_level and vllm.engine != "embedded":
         yield from _sleep(config)
 

@@ -73,6 +73,8 @@ def model_findings(config: Config, shape: ModelShape) -> Iterator[str]:
             f"vllm.num_speculative_tokens={vllm.num_speculative_tokens} needs a model with a multi-token-prediction head, the config.json "
             f"of this one ({shape.model_type}) names none; set it to 0"
         )
+    if vllm.enable_expert_parallel and not shape.num_experts:
+        yield f"vllm.enable_expert_parallel=true does nothing with a model without experts ({shape.model_type}); drop it"
     width = vllm.tensor_parallel_size
     if shape.num_heads % width:
         yield (

@@ -149,7 +149,15 @@ def _idle_engine(config: Config) -> Iterator[str]:
     vllm = config.vllm
     if vllm.engine == "embedded":
         only_vllm = ("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
-        for name in (*only_vllm, "compile", "enable_chunked_prefill", "kv_cache_space_gib", "num_speculative_tokens", "sleep_level"):
+        for name in (
+            *only_vllm,
+            "compile",
+            "enable_expert_parallel",
+            "enable_chunked_prefill",
+            "kv_cache_space_gib",
+            "num_speculative_tokens",
+            "sleep_level",
+        ):
             if _given(vllm, name):
                 yield _nothing(f"vllm.{name}", getattr(vllm, name), "vllm.engine=embedded")
     elif vllm.enforce_eager and _given(vllm, "compile"):

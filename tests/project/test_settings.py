@@ -195,6 +195,7 @@ def test_defaults_are_in_order() -> None:
         (["--vllm.sleep_level", "1", "--train.async_queue_size", "0", "--admission.max_lag", "2"], "let nothing run ahead"),
         (["--vllm.sleep_level", "1", "--train.async_queue_size", "0", "--placement.trainer", "apart"], "got placement.trainer=apart"),
         (["--vllm.sleep_level", "2", "--train.partial_rollout_enable", "--vllm.kv_on_refit", "keep"], "drops the cache"),
+        (["--vllm.engine", "vllm", "--vllm.enable_expert_parallel"], "does nothing with engines of one GPU"),
         (["--fsdp.tp_size", "2"], "fsdp.num_ranks=1 needs to be a multiple of fsdp.tp_size=2"),
         (["--fsdp.ep_size", "2"], "fsdp.ep_size=2 needs to divide fsdp.num_ranks=1"),
         (["--fsdp.num_ranks", "6", "--fsdp.cp_size", "2", "--fsdp.replicas", "2"], "fsdp.replicas=2; set it to 4"),
