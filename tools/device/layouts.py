@@ -162,7 +162,7 @@ class Layouts:
         """A run of its own."""
         child = Child(molt("train", *flags(self.settings(layout))), log=self.parts.logs / f"layouts-{layout.replace(' ', '')}.log")
         with _memory(facts):
-            facts["exit_code"] = child.wait(min(self.parts.left_s - 20, 60 + 6 * self.num_steps if self.is_apart else 130))
+            facts["exit_code"] = child.wait(min(self.parts.left_s - 20, 60 + 6 * self.num_steps if self.is_apart else 150))
         facts["wall_s"] = round(time.monotonic() - child.began, 1)
         run_dir = self.work / "runs" / self._run_name(layout)
         steps = steps_of(run_dir)
