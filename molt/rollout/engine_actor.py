@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from molt.errors import EngineError, MoltError
 from molt.rollout.engine import Engine, EngineInfo, Generation, RefitReport, Sampling, WeightSource
 from molt.rollout.spec import EngineSpec, make_engine
@@ -176,7 +178,9 @@ class EngineHandle:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """One model call. EngineError when the engine dies, or is silent for vllm.request_timeout_s."""
         silence = self._listen()
-        answer = asyncio.ensure_future(_told(self.name, self._actor.generate.remote(request_id, list(prompt_ids), sampling)))
+        answer = asyncio.ensure_future(
+            _told(self.name, self._actor.generate.remote(request_id, np.asarray(prompt_ids, np.int32), sampling))
+        )
         try:
             await asyncio.wait({answer, silence}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():

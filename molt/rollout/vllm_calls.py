@@ -77,11 +77,7 @@ def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cach
     """A finished vLLM output as a Generation; LineageError when its columns do not fit each other. routes: from sampling.routes_from on."""
     completion = output.outputs[0]
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-    logprobs = np.array(
-        [entry[token].logprob for entry, token in zip(completion.logprobs or [], token_ids.tolist(), strict=True)], dtype=np.float32
-    )
-    if len(logprobs) != len(token_ids):
-        raise LineageError(f"request {call.request_id}: vLLM gave {len(token_ids)} ids and {len(logprobs)} log-probs")
+    logprobs = _logprobs(call, completion.logprobs, token_ids)
     versions = call.versions(len(token_ids))
     _compare_spans(call, completion, versions)
     num_positions = len(call.prompt_ids) + len(token_ids) - 1
@@ -95,6 +91,17 @@ def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cach
         routed_experts=None if routes is None else fit_routes(routes, num_positions - call.sampling.routes_from),
         routes_from=call.sampling.routes_from,
     )
+
+
+def _logprobs(call: Call, given: Any, token_ids: np.ndarray) -> np.ndarray:
+    """(N,) float32: the log-prob of each sampled id. vLLM gives one entry a token, since nothing beside the sampled one is asked for."""
+    if given is None or len(given) == 0:
+        named, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    else:
+        named, logprobs = np.asarray(given.token_ids, np.int32), np.asarray(given.logprobs, np.float32)
+    if len(logprobs) != len(token_ids) or not np.array_equal(named, token_ids):
+        raise LineageError(f"request {call.request_id}: vLLM gave {len(token_ids)} ids and {len(logprobs)} log-probs, or of other ids")
+    return logprobs
 
 
 def empty_generation(call: Call) -> Generation:

@@ -153,7 +153,7 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """Sample a continuation; a request_id that is running is joined."""
-        ids = [int(token) for token in prompt_ids]
+        ids: list[int] = np.asarray(prompt_ids, np.int64).tolist()
         call = self._calls.get(request_id)
         if call is None:
             self._refuse(request_id, ids, sampling)
@@ -232,6 +232,7 @@ class VllmEngine:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            flat_logprobs=True,  # a few lists for each call in place of two objects for each token
             **asked,
         )
 

@@ -21,6 +21,7 @@ from molt.config import Config
 from molt.errors import AgentTimeoutError, EngineError, LineageError, LogError, PromptTooLongError, SettingError
 from molt.log.producer import Producer
 from molt.rollout.engine import Engine, Generation, Sampling
+from molt.rollout.outbox import Outbox
 from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
 
 _MARGIN_S = 30.0
@@ -55,7 +56,7 @@ class RolloutWorker:
         self._config = config
         self._engines: dict[str, Engine] = {}
         self._model_path = model_path or config.actor.model_name_or_path
-        self._producer = Producer(sink, name)
+        self._outbox = Outbox(Producer(sink, name))
         self._runner: AgentRunner | None = None
         self._renderer: ChatRenderer | None = None
         self._episodes: dict[str, asyncio.Task[Episode]] = {}
@@ -109,7 +110,7 @@ class RolloutWorker:
         if running.cancelled():
             return failed_rollout(task, FailureReason.CANCELLED, "the run stops", n_sampled=calls.n_sampled, is_retryable=False)
         episode = running.result()
-        await self._producer.append(segments=episode.segments, payloads=episode.payloads)
+        await self._outbox.append(episode.segments, episode.payloads)
         return _done(task, episode, time.monotonic() - begin)
 
     async def _episode(self, task: RolloutTask, calls: CountedCalls) -> Episode:

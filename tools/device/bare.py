@@ -119,6 +119,7 @@ async def _vllm(spec: Any) -> tuple[Any, Any]:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            flat_logprobs=True,
         )
         length = 0
         async for output in llm.generate({"prompt_token_ids": prompt}, params, name):
