@@ -34,7 +34,7 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
         )
         for index in range(min(len(prompts), config.eval.max_prompts or len(prompts)))
     ]
-    await asyncio.gather(*(house.pool.dispatch(task) for task in tasks))
+    await house.pool.dispatch(*tasks)
     ends = time.monotonic() + config.train.step_timeout_s
     while len(leader.evaluated) < len(tasks):
         if time.monotonic() > ends:

@@ -214,7 +214,7 @@ class Leader:
     async def _send(self, tasks: Sequence[GroupTask]) -> None:
         for task in tasks:
             self.inbox.dispatch(task.group_id)
-        await asyncio.gather(*(self.pool.dispatch(task) for task in tasks))
+        await self.pool.dispatch(*tasks)
 
     # The pipeline's loop
 

@@ -99,28 +99,32 @@ class RolloutPool:
         """Version that the engines serve."""
         return self._fleet.policy_version
 
-    async def dispatch(self, group: GroupTask) -> None:
-        """Send a group to rollout; returns once its group_dispatched is durable. A group in flight is refused."""
-        if group.group_id in self._tasks:
-            raise EngineError(f"group {group.group_id} is in flight already; dispatch it once")
-        if self._is_draining:
-            raise EngineError(f"group {group.group_id} was dispatched while the pool drains; dispatch before drain")
-        await self._append(
-            event(
-                "group_dispatched",
-                group_id=group.group_id,
-                policy_version=self.policy_version,
-                epoch=group.epoch,
-                order_index=group.order_index,
-                prompt_index=group.prompt.prompt_index,
-                prompt_id=group.prompt.prompt_id,
-                group_size=group.group_size,
-                members=list(group.members),
-                purpose=group.purpose,
-            )
+    async def dispatch(self, *groups: GroupTask) -> None:
+        """Send groups to rollout; returns once their group_dispatched are durable, in one message. A group in flight is refused."""
+        for group in groups:
+            if group.group_id in self._tasks:
+                raise EngineError(f"group {group.group_id} is in flight already; dispatch it once")
+            if self._is_draining:
+                raise EngineError(f"group {group.group_id} was dispatched while the pool drains; dispatch before drain")
+        if groups:
+            await self._append(*(self._dispatched(group) for group in groups), is_urgent=True)
+        for group in groups:
+            self._open[group.group_id] = set(group.members)
+            self._tasks[group.group_id] = asyncio.create_task(self._supervise(group), name=f"group {group.group_id}")
+
+    def _dispatched(self, group: GroupTask) -> Event:
+        return event(
+            "group_dispatched",
+            group_id=group.group_id,
+            policy_version=self.policy_version,
+            epoch=group.epoch,
+            order_index=group.order_index,
+            prompt_index=group.prompt.prompt_index,
+            prompt_id=group.prompt.prompt_id,
+            group_size=group.group_size,
+            members=list(group.members),
+            purpose=group.purpose,
         )
-        self._open[group.group_id] = set(group.members)
-        self._tasks[group.group_id] = asyncio.create_task(self._supervise(group), name=f"group {group.group_id}")
 
     async def next(self, limit_s: float) -> FinishedGroup:
         """The next finished group, in the order of finishing; StalledError after limit_s."""
@@ -285,9 +289,9 @@ class RolloutPool:
             )
         )
 
-    async def _append(self, *events: Event) -> None:
+    async def _append(self, *events: Event, is_urgent: bool = False) -> None:
         """Append events; a caller that is cancelled meanwhile still waits for the acknowledgement, since a producer must know it."""
-        sending = asyncio.ensure_future(self._producer.append(events=events))
+        sending = asyncio.ensure_future(self._producer.append(events=events, is_urgent=is_urgent))
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:

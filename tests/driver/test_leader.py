@@ -30,9 +30,9 @@ class ScriptedPool:
         self.dispatched: list[GroupTask] = []
         self._finished: list[FinishedGroup] = []
 
-    async def dispatch(self, group: GroupTask) -> None:
-        self.dispatched.append(group)
-        if self.is_failing:
+    async def dispatch(self, *groups: GroupTask) -> None:
+        self.dispatched += groups
+        for group in groups if self.is_failing else ():
             failed = tuple(self._failure(group, member) for member in group.members)
             self._finished.append(FinishedGroup(group=group, done=(), failed=failed))
 

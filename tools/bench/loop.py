@@ -58,7 +58,7 @@ async def _roll_out(pool: RolloutPool, config: Config, prompts: PromptSet, place
         GroupTask(group_id=f"e0-p{i}", epoch=0, order_index=i, prompt=prompts[i], group_size=size, members=tuple(range(size)))
         for i in places
     ]
-    await asyncio.gather(*(pool.dispatch(task) for task in tasks))
+    await pool.dispatch(*tasks)
     return sum([done.n_sampled async for group in pool.results(LIMIT_S) for done in group.done])
 
 

@@ -1,6 +1,6 @@
 """What the loop costs beside its parts: rollouts beside vLLM alone, training beside a bare FSDP2 loop, async beside sync, the log's share.
 
-python -m tools.device.overlap --limit-s 300 [--rehearse] [--tokens 384] [--ipc]
+python -m tools.device.overlap --limit-s 300 [--rehearse] [--tokens 256] [--ipc]
 
     card 0   bare engine: start ... alone |          trainer:  async  sync  steps | bare loop
     card 1   Molt's engine: start .......... pool            async  sync           |
@@ -37,7 +37,7 @@ PHASES = ("pause_s", "transfer_s", "verify_s", "resume_s")
 def main() -> int:
     """All parts; 0 when none failed."""
     made = parser(__doc__)
-    made.add_argument("--tokens", type=int, default=384, help="length of each answer")
+    made.add_argument("--tokens", type=int, default=256, help="length of each answer")
     made.add_argument("--async-steps", type=int, default=8, help="steps that count")
     made.add_argument("--sync-steps", type=int, default=3, help="steps that count")
     made.add_argument("--cards", type=int, default=None, help="GPUs to use; what there is when absent")
@@ -46,6 +46,7 @@ def main() -> int:
     if parts.run("world", overlap.make_world):
         if not overlap.is_rehearsal:
             parts.run("head", lambda facts: facts.update(compare_heads(VOCAB_SIZE)))
+            _free_memory()
         overlap.run_all()
         if overlap.steps_trained:
             parts.run("bare_loop", overlap.bare_loop, needs_s=25)
@@ -101,6 +102,7 @@ class Overlap:
             for file in self.world.model.iterdir():
                 if not file.name.startswith(("model", "config", "pytorch")):
                     shutil.copy(file, self.model / file.name)
+            _free_memory()
         facts |= {"model": str(self.model), "cards": self.cards, "is_apart": self.is_apart}
 
     def settings(self) -> dict[str, Any]:
@@ -223,7 +225,7 @@ class Overlap:
             )
             for index, prompt in enumerate(self.pool_prompts[:num_groups])
         ]  # fmt: skip
-        await asyncio.gather(*(self.house.pool.dispatch(task) for task in tasks))
+        await self.house.pool.dispatch(*tasks)
         groups = [group async for group in self.house.pool.results(self.parts.left_s)]
         if failed := [item.error for group in groups for item in group.failed]:
             raise RuntimeError(f"{len(failed)} rollouts failed, the first with {failed[0]}")
@@ -256,6 +258,7 @@ class Overlap:
                 self.step += 1
                 self.plans.append(plan)
                 self.ends.append(time.time())
+        await leader.settled()
         facts |= self._figures(first + num_warm)
 
     def _figures(self, first: int) -> dict[str, Any]:
@@ -331,6 +334,14 @@ def sampled_between(run_dir: Path, begin: float, end: float) -> int:
 
 async def _nothing() -> None:
     """What is done while the trainer waits for rollouts."""
+
+
+def _free_memory() -> None:
+    """Give back what this process holds of the first card: a trainer and an engine come there."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _num_cards() -> int:
