@@ -21,6 +21,7 @@ COMES_WITH = {
     "botocore": "boto3",
     "huggingface_hub": "transformers",
     "transformer_engine": "transformer-engine",
+    "triton": "torch",
 }
 """Modules that come with a declared distribution."""
 BY_HAND = {
