@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
+from molt.agents.load import load_agent
 from molt.rollout.engine import Sampling
-from examples.few_shot_sum_agent import SYSTEM, is_right, opening
+from tools.device.parts import ROOT
+
+AGENT = sys.modules[load_agent(ROOT / "examples" / "few_shot_sum_agent.py").runner.__module__]
 
 NUM_PROMPTS = 96
 STYLES = ("plain", "system", "shots")
@@ -18,9 +22,9 @@ STYLES = ("plain", "system", "shots")
 def messages(style: str, question: str) -> list[dict[str, Any]]:
     """The question as the style asks it."""
     if style == "shots":
-        return [dict(message) for message in opening(question)]
+        return [dict(message) for message in AGENT.opening(question)]
     asked = [{"role": "user", "content": question}]
-    return asked if style == "plain" else [{"role": "system", "content": SYSTEM}, *asked]
+    return asked if style == "plain" else [{"role": "system", "content": AGENT.SYSTEM}, *asked]
 
 
 async def baselines(engine: Any, tokenizer: Any, files: list[Path], *, temperatures: tuple[float, ...] = (1.0, 0.7)) -> dict[str, Any]:
@@ -62,5 +66,5 @@ async def baselines(engine: Any, tokenizer: Any, files: list[Path], *, temperatu
 
 def _grade(text: str, label: str) -> bool:
     if label.lstrip("-").isdigit():
-        return is_right(text, label)
+        return bool(AGENT.is_right(text, label))
     return text.strip().strip(".").lower() == label.strip().lower()

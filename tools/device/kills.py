@@ -185,7 +185,7 @@ class Kills:
     def start(self, facts: dict[str, Any]) -> None:
         """Start the run and let it make two steps."""
         self.child = Child(molt("train", *flags(self.settings())), log=self.parts.logs / "kills-first.log")
-        self._steps(2, min(150.0, self.parts.left_s - 90))
+        self._steps(2, min(240.0, self.parts.left_s - 90))
         facts["started_s"] = round(time.monotonic() - self.child.began, 1)
 
     @property
