@@ -21,6 +21,7 @@ def main() -> int:
     """All parts; 0 when none failed."""
     made = parser(__doc__)
     made.add_argument("--card", type=int, default=0, help="GPU to run on")
+    made.add_argument("--seams", nargs="+", default=SEAMS, choices=SEAMS, help="classes whose parity is measured")
     arguments = made.parse_args()
     parts = Parts("automodel", arguments.out, work=arguments.work, limit_s=arguments.limit_s)
     small = arguments.rehearse
@@ -35,7 +36,7 @@ def main() -> int:
 
     def start(facts: dict[str, Any]) -> None:
         engine = arguments.engine or ("embedded" if small else "vllm")
-        for seam in SEAMS:
+        for seam in arguments.seams:
             if seam == "automodel" and small:
                 continue  # it needs a GPU to be made
             own = common(held["world"], engine, small=small) | {"actor.implementation": seam, "train.async_queue_size": 0}

@@ -38,7 +38,7 @@ def main() -> int:
     if parts.run("world", kills.make_world):
         if parts.run("start", kills.start, needs_s=60):
             parts.run("engine", lambda facts: kills.kill_engine(facts, is_core=kills.has_core), needs_s=20)
-            parts.run("engine_actor", lambda facts: kills.kill_engine(facts, is_core=False), needs_s=20)
+            parts.run("engine_actor", lambda facts: kills.kill_engine(facts, is_core=False), needs_s=60 if kills.is_rehearsal else 230)
             parts.run("trainer", kills.kill_trainer, needs_s=20)
         kills.end()
         parts.run("resume", kills.resume, needs_s=60)
