@@ -105,10 +105,18 @@ class Inbox:
             del self.ready[verdict.group_id]
         if len(self.ready) < num_groups:
             return [], stale
-        chosen = sorted(self.ready, key=lambda gid: _age(self.ready[gid]))[:num_groups]
+        chosen = self._oldest(self.ready)[:num_groups]
         segments = [row for gid in chosen for row in self.ready.pop(gid)]
         self.num_consumed += len(chosen)
         return segments, stale + [verdicts[gid] for gid in chosen]
+
+    def peek(self, num_groups: int, policy_version: int) -> dict[str, list[SegmentRow]]:
+        """Segments of the groups, at most num_groups, that pick would take now if they were enough; nothing changes."""
+        fresh = [gid for gid, rows in self.ready.items() if self._judge(gid, rows, 0, policy_version).decision != Decision.STALE]
+        return {gid: self.ready[gid] for gid in self._oldest(fresh)[:num_groups]}
+
+    def _oldest(self, group_ids: Iterable[str]) -> list[str]:
+        return sorted(group_ids, key=lambda gid: _age(self.ready[gid]))
 
     def _judge(self, group_id: str, segments: list[SegmentRow], num_failed: int, policy_version: int) -> GroupVerdict:
         return decide_group(group_id, segments, num_failed=num_failed, policy_version=policy_version, rule=self.rule)

@@ -23,7 +23,7 @@ from molt.admission.capacity import capacity
 from molt.admission.decide import AdmissionRule, Decision, GroupVerdict
 from molt.admission.inbox import Inbox
 from molt.admission.order import Place, PromptOrder
-from molt.admission.plan import StepPlan, plan_digest, plan_step, plan_to_json
+from molt.admission.plan import SegmentRow, StepPlan, plan_digest, plan_step, plan_to_json
 from molt.admission.recover import EVENT_KINDS, SEGMENT_COLUMNS, OpenMember, Standing, segment_rows, stand
 from molt.config import Config
 from molt.data.prompts import PromptSet
@@ -57,6 +57,8 @@ class Leader:
         self.say = say
         self._newest: asyncio.Task[Ack] | None = None
         """The newest step on its way into the log."""
+        self._announced: set[str] = set()
+        """Groups whose rows the ranks were told to read."""
         self._told: list[asyncio.Task[Ack]] = []
         """Facts on their way into the log, in order."""
         self.log_s = 0.0
@@ -249,12 +251,13 @@ class Leader:
                 return None
             segments, verdicts = self.inbox.pick(num_groups, self.policy_version)
             if segments:
-                return await self._plan(step, segments, verdicts, num_ranks)
+                return self._plan(step, segments, verdicts, num_ranks)
             if verdicts:
                 await self.producer.append(events=[self._decided(verdict) for verdict in verdicts])
             if time.monotonic() - began > limit_s:
                 await self._stalled(limit_s)
             await meanwhile()
+            self.announce(step, self.policy_version, num_ranks=num_ranks)
             self.say(self.waiting_for())
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
@@ -273,19 +276,31 @@ class Leader:
         )
         raise StalledError(f"train.step_timeout_s={limit_s:g} passed while {what}; raise the limit or look at the suspect named here")
 
-    async def _plan(self, step: int, segments: list[Any], verdicts: list[GroupVerdict], num_ranks: int) -> StepPlan:
-        plan = plan_step(
+    def announce(self, step: int, policy_version: int, *, num_ranks: int) -> None:
+        """Let the ranks read what the plan of that step will most likely hold. Several are told of a whole step only: who gets which
+        rows is not known before."""
+        groups = self.inbox.peek(self.config.groups_per_step, policy_version)
+        if groups and groups.keys() != self._announced and (num_ranks == 1 or len(groups) == self.config.groups_per_step):
+            self._announced = set(groups)
+            rows = [row for segments in groups.values() for row in segments]
+            self.ranks.expect(self._plan_of(rows, step, policy_version, num_ranks))
+
+    def _plan(self, step: int, segments: list[SegmentRow], verdicts: list[GroupVerdict], num_ranks: int) -> StepPlan:
+        plan = self._plan_of(segments, step, self.policy_version, num_ranks)
+        self.write_plan(plan, verdicts)
+        self._wake.set()
+        return plan
+
+    def _plan_of(self, segments: list[SegmentRow], step: int, policy_version: int, num_ranks: int) -> StepPlan:
+        return plan_step(
             segments,
             step=step,
-            policy_version=self.policy_version,
+            policy_version=policy_version,
             seed=self.config.run.seed * 1_000_003 + step,
             num_ranks=num_ranks,
             micro_batch_tokens=self.config.train.micro_batch_tokens,
             cursor=self.inbox.cursor,
         )
-        self.write_plan(plan, verdicts)
-        self._wake.set()
-        return plan
 
     def write_plan(self, plan: StepPlan, verdicts: Sequence[GroupVerdict] = ()) -> None:
         """Tell a plan and the admissions that it rests on, in one message; ranks read its rows meanwhile."""

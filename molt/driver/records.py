@@ -38,6 +38,7 @@ async def record_step(
     began = time.monotonic()
     await leader.settled()
     result = replace(result, log_s=result.log_s + leader.log_s + time.monotonic() - began)
+    leader.announce(plan.step + 1, plan.policy_version if version is None else version, num_ranks=len(plan.micro_batches))
     house.ranks.release()
 
     async def write() -> tuple[float, None]:

@@ -43,6 +43,18 @@ def test_failed_member_drops_the_group_once_with_its_reason():
     assert inbox.decide(0) == [] and inbox.num_running == 0
 
 
+def test_peek_names_what_pick_would_take_and_changes_nothing():
+    inbox = Inbox(rule=RULE)
+    for group, version in ((0, 0), (1, 2), (2, 1)):
+        inbox.dispatch(f"e0-p{group}")
+        inbox.take_in([row(group, member, group * 2 + member, version=version) for member in range(2)])
+    inbox.decide(1)
+    assert list(inbox.peek(2, 2)) == ["e0-p2", "e0-p1"]  # group 0 would be two versions old, group 2 is the oldest that may train
+    assert list(inbox.peek(5, 2)) == ["e0-p2", "e0-p1"] and len(inbox.ready) == 3
+    segments, _ = inbox.pick(2, 2)
+    assert [segment.group_id for segment in segments] == ["e0-p2", "e0-p2", "e0-p1", "e0-p1"]
+
+
 def test_group_that_aged_while_waiting_is_dropped_as_stale_and_oldest_goes_first():
     inbox = Inbox(rule=RULE)
     for group, version in ((0, 0), (1, 2), (2, 1)):

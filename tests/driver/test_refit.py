@@ -80,6 +80,9 @@ class ScriptedLeader(Leader):
     def __init__(self, producer: Producer) -> None:
         self.producer, self.log_s, self._told = producer, 0.0, []
 
+    def announce(self, step: int, policy_version: int, *, num_ranks: int) -> None:
+        """Nothing is ready."""
+
     def record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
         """Not looked at."""
 

@@ -99,17 +99,20 @@ async def _call(handle: EngineHandle, free: asyncio.Semaphore, config: Config, n
 
 
 def step_figures(run_path: Path) -> dict[str, Any]:
-    """Seconds of the steps of a run, summed but for the first two: training, waiting, and the log within training."""
-    events = LogReader.open(run_path).cut().table("events", ["lsn", "body"], where="kind = 'step_trained'").to_pylist()
+    """Seconds of the steps of a run, summed but for the first two: in all, training, waiting, and at rest for the log."""
+    table = LogReader.open(run_path).cut().table("events", ["lsn", "happened_at", "body"], where="kind = 'step_trained'")
+    events = table.sort_by("lsn").to_pylist()
+    span = events[-1]["happened_at"] - events[1]["happened_at"]
     steps = [json.loads(row["body"]) for row in events][2:]
     train, wait, log = (sum(step[name] for step in steps) for name in ("train_s", "wait_s", "log_s"))
     return {
         "num_steps": len(steps),
+        "span_s": round(span, 3),
         "train_s": round(train, 3),
         "wait_s": round(wait, 3),
         "log_s": round(log, 3),
-        "log_share": round(log / (train + wait), 4),
-        "tokens_trained_per_s": round(sum(step["n_sampled"] for step in steps) / (train + wait), 1),
+        "log_share": round(log / span, 4),
+        "tokens_trained_per_s": round(sum(step["n_sampled"] for step in steps) / span, 1),
     }
 
 
