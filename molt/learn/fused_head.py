@@ -43,14 +43,15 @@ class _FusedHead(torch.autograd.Function):
         n, size = len(target_N), weight_VD.shape[0]
         logprobs_N = torch.empty(n, dtype=torch.float32, device=hidden_ND.device)
         entropy_N, total_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        kept: list[torch.Tensor] | None = [] if n * size * hidden_ND.element_size() <= _room(hidden_ND.device) else None
+        is_learning = any(ctx.needs_input_grad)
+        kept: list[torch.Tensor] | None = [] if is_learning and n * size * hidden_ND.element_size() <= _room(hidden_ND.device) else None
         for span in _spans(n, size, hidden_ND.element_size()):
             logits = _logits(hidden_ND[span], weight_VD, bias_V)  # (c, V)
             scan(logits, target_N[span], temperature_N[span], logprobs_N[span], entropy_N[span], total_N[span])
             if kept is not None:
                 kept.append(logits)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, total_N)
-        ctx.kept = kept if any(ctx.needs_input_grad) else None
+        ctx.kept = kept
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
