@@ -27,6 +27,7 @@ class Parts:
 
     def __init__(self, name: str, out: Path, *, work: Path, limit_s: float) -> None:
         self.file = out / f"{name}.json"
+        self.work = work
         self.logs = work / "logs" / name
         """What children print; kept as one archive beside the JSON."""
         self.began = time.monotonic()
@@ -34,7 +35,7 @@ class Parts:
         self.facts: dict[str, dict[str, Any]] = {}
         self.head = {
             "program": name,
-            "command": " ".join([f"python -m tools.device.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+            "command": " ".join([f"python -m tools.device.{Path(sys.argv[0]).stem}", *without_places(sys.argv[1:])]),
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": machine.packages(),
             "hardware": machine.hardware(),
@@ -68,9 +69,10 @@ class Parts:
     def save(self) -> None:
         """Write everything known so far."""
         partial = self.file.with_suffix(".partial")
-        partial.write_text(
-            json.dumps({**self.head, "seconds": round(time.monotonic() - self.began, 1), "parts": self.facts}, indent=1, default=str)
-        )
+        text = json.dumps({**self.head, "seconds": round(time.monotonic() - self.began, 1), "parts": self.facts}, indent=1, default=str)
+        for folder in (self.work, ROOT):
+            text = text.replace(f"{folder}/", "")  # a record speaks of models and runs, not of where they lay
+        partial.write_text(text)
         os.replace(partial, self.file)
 
     def table(self) -> None:
@@ -84,6 +86,16 @@ class Parts:
                 archive.add(log, arcname=log.name)
         failed = [name for name, facts in self.facts.items() if "error" in facts]
         print(f"{len(self.facts)} parts, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}; {self.file}", flush=True)
+
+
+def without_places(words: Sequence[str]) -> list[str]:
+    """A command line without the folders that it was told."""
+    kept, is_place = [], False
+    for word in words:
+        if not is_place and word not in ("--work", "--out"):
+            kept.append(word)
+        is_place = word in ("--work", "--out")
+    return kept
 
 
 def _short(value: Any) -> str:
