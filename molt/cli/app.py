@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from molt.errors import MoltError, SettingError
 
 ROOMS = (train_verbs, plan_verbs, sft_verbs, run_verbs, audit_verbs, ablate_verbs, parity_verbs, log_verbs)
 """Modules that bring verbs; each has `mount(app)`."""
+CHATTY = ("torchao", "torch.utils._pytree")
+"""Libraries that warn, when they are imported, of kernels and classes that no run here uses."""
 
 
 def make_app() -> App:
@@ -33,6 +36,8 @@ def make_app() -> App:
 def run(tokens: Sequence[str]) -> int:
     """Run one command line; returns its exit code: 0 done, 1 failed, 2 wrong setting, 3 stalled, 130 stopped by hand."""
     as_json = "--json" in tokens
+    for library in CHATTY:
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         result = make_app()(list(tokens), exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:

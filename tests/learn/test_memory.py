@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from molt import places
 from molt.cli import app
 from molt.config import Config
 from molt.fit import Cluster, Fit, fit
@@ -126,3 +127,15 @@ def test_plan_says_what_does_not_fit_and_leaves_with_1(tmp_path: Path, capsys: p
     assert app.run([*words, "8", *engines, "--gpus", "16", "--gpu-memory-gib", "141"]) == 0
     captured = capsys.readouterr()
     assert "activations" in captured.out and "it fits" in captured.err
+
+
+@pytest.mark.parametrize(("recipe", "shape", "num_gpus"), [("qwen3_4b", QWEN3_4B, 8), ("qwen3_30b_a3b", QWEN3_30B_A3B, 16)])
+def test_recipe_fits_the_hosts_that_its_head_names_and_no_smaller_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, shape: dict[str, Any], num_gpus: int
+) -> None:
+    folder = write(tmp_path / recipe, shape)
+    words = ["plan", "--config", str(places.folder("recipes") / f"{recipe}.toml"), "--actor.model_name_or_path", str(folder), "--json"]
+    cluster = ["--gpus", str(num_gpus), "--host-memory-gib", "1000", "--gpu-memory-gib"]
+    assert app.run([*words, *cluster, "80"]) == 0
+    assert app.run([*words, *cluster, "40"]) == 1
+    capsys.readouterr()
