@@ -129,7 +129,8 @@ class Overlap:
             "rollout.n_samples_per_prompt": 4 if small else 8,
             "rollout.max_new_tokens": 24 if small else self.arguments.tokens,
             "rollout.num_workers": 1 if small else 4,
-            "rollout.max_concurrency": 8 if small else 64,
+            # Beyond what the engine runs at once: a rollout keeps its place until the log has it.
+            "rollout.max_concurrency": 16 if small else 96,
             "algo.advantage.estimator": "grpo",
             "algo.advantage.is_correction_level": "token",
             "algo.advantage.is_correction_mode": "trunc",
@@ -186,7 +187,7 @@ class Overlap:
         self.config = config = resolve([], tuple(flags(self.settings())))
         known = preflight(config)
         size = config.rollout.n_samples_per_prompt
-        num_groups = 3 * config.rollout.num_workers * config.rollout.max_concurrency // size
+        num_groups = 3 * config.vllm.max_num_seqs // size
         self.pool_prompts = [known.prompts[index] for index in range(num_groups)]
         firsts = [known.renderer.layout(prompt.messages, {}).gaps[0].token_ids.tolist() for prompt in self.pool_prompts]
         calls = [(ids, config.rollout.max_new_tokens) for ids in firsts for _ in range(size)]
