@@ -27,6 +27,8 @@ from molt.rollout.engine import WeightSource
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 1024 * 1024
+NUM_HASHERS = min(16, os.cpu_count() or 1)
+"""Threads that hash at once. Engines stand still while a refit is compared: four took 0.75 s for 0.94 GiB on an H200's host."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -35,10 +37,12 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
 
 
-def digest_tensors(tensors: Mapping[str, torch.Tensor], *, num_threads: int = 4) -> dict[str, str]:
-    """Digest of each tensor by name; hashing releases the interpreter, so several go at once."""
+def digest_tensors(tensors: Mapping[str, torch.Tensor], *, num_threads: int = NUM_HASHERS) -> dict[str, str]:
+    """Digest of each tensor by name; hashing releases the interpreter, so several go at once, the largest first."""
+    largest_first = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
     with ThreadPoolExecutor(num_threads) as pool:
-        return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
+        found = dict(zip(largest_first, pool.map(lambda name: tensor_digest(tensors[name]), largest_first), strict=True))
+    return {name: found[name] for name in tensors}
 
 
 Key = TypeVar("Key")
@@ -55,7 +59,7 @@ class TensorFacts:
     digest: str
 
 
-def facts_of(tensors: Iterable[tuple[Key, torch.Tensor]], *, num_threads: int = 4) -> dict[Key, TensorFacts]:
+def facts_of(tensors: Iterable[tuple[Key, torch.Tensor]], *, num_threads: int = NUM_HASHERS) -> dict[Key, TensorFacts]:
     """Facts of tensors that come one after another; a few are held at a time, while they are hashed."""
     facts: dict[Key, TensorFacts] = {}
     with ThreadPoolExecutor(num_threads) as pool:
