@@ -4,7 +4,8 @@
     engine : read_weights(source) -> (name, tensor), each digest compared before the tensor is used
     driver : remove_weights(source) once every engine has taken it
 
-A digest is blake2b-128 over the bytes of one tensor in C order, in the dtype sent; a model digest is over sorted names and digests.
+A digest is blake2b-128 over the bytes of one tensor in C order, in the dtype sent; of a tensor of several pieces, over the digests of
+its pieces, so that the largest (an embedding) is hashed by many threads. A model digest is over sorted names and digests.
 """
 
 from __future__ import annotations
@@ -27,22 +28,44 @@ from molt.rollout.engine import WeightSource
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 1024 * 1024
+PIECE_BYTES = 16 << 20
+"""Bytes that are hashed as one."""
 NUM_HASHERS = min(16, os.cpu_count() or 1)
 """Threads that hash at once. Engines stand still while a refit is compared: four took 0.75 s for 0.94 GiB on an H200's host."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """blake2b-128 hex over the bytes of one tensor, C order, in its own dtype."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+    """blake2b-128 hex over the bytes of one tensor, C order, in its own dtype; over the digests of its pieces when it has several."""
+    return _join(map(_hash, _pieces(tensor)))
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor], *, num_threads: int = NUM_HASHERS) -> dict[str, str]:
-    """Digest of each tensor by name; hashing releases the interpreter, so several go at once, the largest first."""
-    largest_first = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
+    """Digest of each tensor by name; hashing releases the interpreter, so several go at once, and the pieces of a large one together."""
     with ThreadPoolExecutor(num_threads) as pool:
-        found = dict(zip(largest_first, pool.map(lambda name: tensor_digest(tensors[name]), largest_first), strict=True))
+        found = {name: _digest_by(pool, tensor) for name, tensor in tensors.items() if tensor.nbytes > PIECE_BYTES}
+        small = [name for name in tensors if name not in found]
+        found |= dict(zip(small, pool.map(lambda name: tensor_digest(tensors[name]), small), strict=True))
     return {name: found[name] for name in tensors}
+
+
+def _digest_by(pool: ThreadPoolExecutor, tensor: torch.Tensor) -> str:
+    """The digest of a tensor, its pieces hashed by all threads of a pool."""
+    return _join(pool.map(_hash, _pieces(tensor)))
+
+
+def _pieces(tensor: torch.Tensor) -> list[memoryview]:
+    """The bytes of a tensor, cut; one piece of a tensor without bytes."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return [flat[start : start + PIECE_BYTES] for start in range(0, max(1, len(flat)), PIECE_BYTES)]
+
+
+def _hash(piece: memoryview) -> bytes:
+    return hashlib.blake2b(piece, digest_size=16).digest()
+
+
+def _join(digests: Iterable[bytes]) -> str:
+    first, *others = digests
+    return (_hash(memoryview(b"".join((first, *others)))) if others else first).hex()
 
 
 Key = TypeVar("Key")
@@ -62,20 +85,29 @@ class TensorFacts:
 def facts_of(tensors: Iterable[tuple[Key, torch.Tensor]], *, num_threads: int = NUM_HASHERS) -> dict[Key, TensorFacts]:
     """Facts of tensors that come one after another; a few are held at a time, while they are hashed."""
     facts: dict[Key, TensorFacts] = {}
+    order: list[Key] = []
     with ThreadPoolExecutor(num_threads) as pool:
         waiting: deque[tuple[Key, Future[TensorFacts]]] = deque()
         for name, tensor in tensors:
-            waiting.append((name, pool.submit(_facts, tensor.detach().to("cpu"))))
+            order.append(name)
+            host = tensor.detach().to("cpu")
+            if host.nbytes > PIECE_BYTES:
+                facts[name] = _facts(host, _digest_by(pool, host))
+                continue
+            waiting.append((name, pool.submit(_facts, host)))
             if len(waiting) > 2 * num_threads:
                 done, found = waiting.popleft()
                 facts[done] = found.result()
         facts |= {name: found.result() for name, found in waiting}
-    return facts
+    return {name: facts[name] for name in order}
 
 
-def _facts(tensor: torch.Tensor) -> TensorFacts:
+def _facts(tensor: torch.Tensor, digest: str | None = None) -> TensorFacts:
     return TensorFacts(
-        shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), size_bytes=tensor.nbytes, digest=tensor_digest(tensor)
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        size_bytes=tensor.nbytes,
+        digest=tensor_digest(tensor) if digest is None else digest,
     )
 
 

@@ -14,7 +14,9 @@ from molt.rollout import weights
 from molt.rollout.weights import (
     check_names,
     check_shapes,
+    digest_tensors,
     draft_names,
+    facts_of,
     model_digest,
     named_weights,
     read_tensors,
@@ -32,6 +34,18 @@ def test_a_digest_is_over_the_bytes_in_c_order() -> None:
     assert tensor_digest(tensor) == expected
     assert tensor_digest(tensor.t().contiguous().t()) == expected  # another layout of the same values
     assert tensor_digest(torch.tensor(1.5)) == hashlib.blake2b(torch.tensor(1.5).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def test_digest_of_a_large_tensor_is_over_the_digests_of_its_pieces() -> None:
+    tensor = (torch.arange((16 << 20) + 5) % 251).to(torch.uint8)
+    data = tensor.numpy().tobytes()
+    pieces = [hashlib.blake2b(part, digest_size=16).digest() for part in (data[: 16 << 20], data[16 << 20 :])]
+    expected = hashlib.blake2b(b"".join(pieces), digest_size=16).hexdigest()
+    assert tensor_digest(tensor) == expected
+    small = torch.ones(3)
+    assert digest_tensors({"small": small, "large": tensor}) == {"small": tensor_digest(small), "large": expected}
+    facts = facts_of([("small", small), ("large", tensor)])
+    assert list(facts) == ["small", "large"] and facts["large"].digest == expected
 
 
 def test_changes_that_cancel_in_a_sum_change_the_digest() -> None:
