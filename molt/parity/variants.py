@@ -36,9 +36,10 @@ class Limit:
 
 LIMITS: dict[str, dict[Variant, float]] = {
     "float32": {Variant.DENSE: 1e-4, Variant.MOE: 1e-3, Variant.MOE_R3: 1e-4, Variant.FP8: 0.2},
-    "bfloat16": {Variant.DENSE: 0.02, Variant.MOE: 0.05, Variant.MOE_R3: 0.02, Variant.FP8: 0.2},
+    "bfloat16": {Variant.DENSE: 0.06, Variant.MOE: 0.1, Variant.MOE_R3: 0.06, Variant.FP8: 0.2},
 }
-"""Mean gaps by actor.dtype: several times what kernels and their order of summation make."""
+"""Mean gaps by actor.dtype: above what kernels and their order of summation make. In bfloat16 SmolLM2-135M has 0.042, and a random
+mixture of experts 0.18 without and 0.052 with replay (docs/evidence/automodel.json, moe-parity.json)."""
 
 
 def choose(asked: Sequence[str], *, is_moe: bool, is_cuda: bool, engine: str) -> list[Variant]:
