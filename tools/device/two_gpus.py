@@ -127,6 +127,10 @@ class TwoGpus:
             facts["killed"] = Killer(child).kill_engine(is_core=self.engine == "vllm")
         facts["exit_code"] = child.wait(limit_s - (time.monotonic() - child.began))
         facts |= {"num_steps": len(steps_of(self.run_dir)), "wall_s": round(time.monotonic() - child.began, 1)}
+        if steps := steps_of(self.run_dir)[2:]:
+            whole = sum(step["train_s"] + step["wait_s"] for step in steps)
+            facts["seconds_of_steps"] = {key: statistics.fmean(step[key] for step in steps) for key in ("train_s", "wait_s", "log_s")}
+            facts["log_share"] = sum(step["log_s"] for step in steps) / whole
         failed = [body["reason"] for body in events_of(self.run_dir, "rollout_failed")]
         facts["failed"] = {reason: failed.count(reason) for reason in set(failed)}
         facts["refits_failed"] = [body["error"][:200] for body in events_of(self.run_dir, "refit_failed")]
