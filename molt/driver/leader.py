@@ -330,8 +330,10 @@ class Leader:
     async def settled(self) -> None:
         """Return once everything told is in the log; the first error that kept something out is raised."""
         told, self._told = self._told, []
+        if told:
+            await asyncio.wait(told)  # a message is neither cancelled with its waiter nor left alone after the first that failed
         for sending in told:
-            await sending
+            sending.result()
 
     def record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
         """Tell what a step did: step_trained and its consumption in one message, or step_refused. The cursor goes with it."""

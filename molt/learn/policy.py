@@ -229,7 +229,7 @@ def _sum_gradients(scorer: nn.Module) -> nn.Module:
 
 
 def _move_state(optimizer: torch.optim.Optimizer, device: torch.device, held: dict[tuple[int, str], torch.Tensor]) -> None:
-    """Move the moments of all parameters. held: their places on the host, page-locked once, since locking takes longer than copying."""
+    """Move the moments of all parameters. held: their places on the host, page-locked once and kept."""
     for number, state in enumerate(optimizer.state.values()):
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or value.ndim == 0:

@@ -68,7 +68,8 @@ async def sample(config: Config, prompts: Sequence[Sequence[int]], *, num_sample
         ids = prompts[number // num_samples]
         sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature, seed=number)
         async with places:
-            found = await asyncio.wait_for(engine.generate(f"parity-{number}", ids, sampling), spec.request_timeout_s)
+            async with asyncio.timeout(spec.request_timeout_s):
+                found = await engine.generate(f"parity-{number}", ids, sampling)
         return Sample(
             token_ids=np.concatenate([np.asarray(ids, np.int32), found.token_ids]),
             num_prompt=len(ids),

@@ -93,7 +93,7 @@ def test_few_tensors_are_made_ahead_of_a_slow_broadcast() -> None:
     one = Slow(["e0"], gpus_per_engine=1, host=HOST, limit_s=10.0)
     one.send(tensors())
     one.close()
-    assert len(ahead) == 100 and max(ahead) <= 19  # 16 wait, one is in hand on either side, one is being made
+    assert len(ahead) == 100 and 1 < max(ahead) <= 19  # 16 wait, one is in hand on either side, one is being made
 
 
 @pytest.mark.vllm

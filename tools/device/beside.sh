@@ -3,7 +3,7 @@
 #   bash tools/device/beside.sh LIMIT_S "0 moe --only without with" "1 kills" "all two_gpus --no-kill"
 # A start of a run takes two minutes, three when several start at once. What is timed should run alone.
 set -uo pipefail
-out=${OUT:-runs/device} work=${WORK:-/tmp/molt-beside} began=$SECONDS limit_s=$1
+out=${OUT:-runs/device} work=${WORK:-$(mktemp -d)} began=$SECONDS limit_s=$1
 shift
 mkdir -p "$out"
 

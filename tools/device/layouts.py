@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.device.models import make_moe_model
-from tools.device.moe import gaps
 from tools.device.parts import ROOT, Child, Parts, flags, molt, parser
-from tools.device.readings import events_of, interval, steps_of
+from tools.device.readings import events_of, gaps, interval, steps_of
 from tools.device.world import World, make_world
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {

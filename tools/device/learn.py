@@ -61,10 +61,8 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--task", default="cs_d1", help="sums, or the name of a file of prompts in the kit")
     made.add_argument("--agent", type=Path, default=None, help="another agent than few_shot_sum_agent.py")
     made.add_argument("--temperature", type=float, default=1.0)
-    made.add_argument("--seeds", type=int, nargs="+", default=[0])
-    made.add_argument("--lags", type=int, nargs="+", default=[1])
     made.add_argument(
-        "--runs", nargs="+", default=[], metavar="SEED:LAG[:d|bf16]", help="runs one by one; d is decoupled correction, bf16 the dtype"
+        "--runs", nargs="+", default=["0:1"], metavar="SEED:LAG[:d|bf16]", help="d is decoupled correction, bf16 another dtype than --dtype"
     )
     made.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of engine and trainer")
     made.add_argument("--workers", type=int, default=2, help="rollout workers of a run")
@@ -84,13 +82,6 @@ def _arguments() -> argparse.Namespace:
 
 def variants(arguments: argparse.Namespace) -> list[Variant]:
     """The runs that were asked for."""
-    named = [run.split(":") for run in arguments.runs] or [
-        (str(seed), str(lag), *kind)
-        for lag in arguments.lags
-        for kind in ([["d"]] if arguments.only_decoupled else [[], ["d"]] if arguments.decoupled else [[]])
-        for seed in arguments.seeds
-        if not (kind and lag == 0)
-    ]
     return [
         Variant(
             name="-".join([arguments.name, f"seed{seed}", f"lag{lag}", *("decoupled" if kind == "d" else kind for kind in kinds)]),
@@ -102,7 +93,7 @@ def variants(arguments: argparse.Namespace) -> list[Variant]:
             is_decoupled="d" in kinds,
             dtype="bfloat16" if "bf16" in kinds else arguments.dtype,
         )
-        for seed, lag, *kinds in named
+        for seed, lag, *kinds in (run.split(":") for run in arguments.runs)
     ]
 
 

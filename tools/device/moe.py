@@ -19,7 +19,7 @@ import numpy as np
 
 from tools.device.models import make_moe_model
 from tools.device.parts import ROOT, Child, Parts, flags, molt, parser
-from tools.device.readings import events_of, refits_of, steps_of
+from tools.device.readings import events_of, gaps, refits_of, steps_of
 from tools.device.world import World, make_world
 
 RUNS = {"without": False, "with": True}
@@ -233,25 +233,6 @@ ROUTING = ("replayed_share", "expert_agreement_mean", "expert_agreement_min")
 def _routing(metrics: str | dict[str, Any]) -> dict[str, float | None]:
     told = json.loads(metrics) if isinstance(metrics, str) else metrics
     return {key: told.get(key) for key in ROUTING}
-
-
-def gaps(run_dir: Path) -> dict[str, Any]:
-    """|trainer - engine| per trained token, nats: over the whole run, and its mean by step."""
-    from molt.log.reader import LogReader
-
-    cut = LogReader.open(run_dir).cut()
-    scores = cut.table("scores", ["step", "segment_id", "trainer_logprobs"]).to_pylist()
-    segments = {row["segment_id"]: row for row in cut.table("segments", ["segment_id", "behaviour_logprobs", "spans"]).to_pylist()}
-    by_step: dict[int, list[np.ndarray]] = {}
-    for score in scores:
-        row = segments[score["segment_id"]]
-        sources = np.repeat([span["source"] == "policy" for span in row["spans"]], [span["len"] for span in row["spans"]])
-        behaviour = np.array(row["behaviour_logprobs"], dtype=np.float64)[sources]
-        by_step.setdefault(score["step"], []).append(np.abs(np.array(score["trainer_logprobs"], dtype=np.float64) - behaviour))
-    steps = [np.concatenate(by_step[step]) for step in sorted(by_step)]
-    every = np.concatenate(steps)
-    whole = {"mean": float(every.mean()), "p99": float(np.quantile(every, 0.99)), "max": float(every.max()), "num_tokens": len(every)}
-    return {"gap": whole, "gap_by_step": [float(step.mean()) for step in steps]}
 
 
 def _last_json(text: str) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +51,60 @@ def rewards_of(run_dir: Path) -> list[list[float]]:
     return [list(by_step[step].values()) for step in sorted(by_step)]
 
 
-def geo_shares(run_dir: Path, low: float, high: float) -> dict[str, float]:
-    """Share of sampled tokens in segments whose geometric mean ratio of trainer to engine lies in a band: of all that trained, and of
-    those sampled wholly by the version that trained, where only the kernels differ."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The sampled tokens of one segment at the step that scored it."""
+
+    step: int
+    differences: np.ndarray
+    """float64, nats: trainer minus engine."""
+    is_same_version: bool
+    """Sampled wholly by the version that scored it, so that only kernels differ."""
+
+
+def scored(run_dir: Path) -> list[Scored]:
+    """Every scored segment of a run, in stored order."""
     from molt.log.reader import LogReader
 
     cut = LogReader.open(run_dir).cut()
-    scores = cut.table("scores", ["segment_id", "policy_version", "trainer_logprobs"]).to_pylist()
     segments = {row["segment_id"]: row for row in cut.table("segments", ["segment_id", "behaviour_logprobs", "spans"]).to_pylist()}
-    kept, every = {"all": 0, "same_version": 0}, {"all": 0, "same_version": 0}
-    for score in scores:
+    found = []
+    for score in cut.table("scores", ["step", "segment_id", "policy_version", "trainer_logprobs"]).to_pylist():
         row = segments[score["segment_id"]]
         sampled = np.repeat([span["source"] == "policy" for span in row["spans"]], [span["len"] for span in row["spans"]])
         behaviour = np.array(row["behaviour_logprobs"], dtype=np.float64)[sampled]
-        mean = float(np.mean(np.array(score["trainer_logprobs"], dtype=np.float64) - behaviour))
         versions = {span["policy_version"] for span in row["spans"] if span["source"] == "policy"}
-        for name in ("all", *(("same_version",) if versions == {score["policy_version"]} else ())):
-            every[name] += len(behaviour)
-            kept[name] += len(behaviour) * (math.log(low) <= mean <= math.log(high))
+        found.append(
+            Scored(
+                step=score["step"],
+                differences=np.array(score["trainer_logprobs"], dtype=np.float64) - behaviour,
+                is_same_version=versions == {score["policy_version"]},
+            )
+        )
+    return found
+
+
+def geo_shares(run_dir: Path, low: float, high: float) -> dict[str, float]:
+    """Share of sampled tokens in segments whose geometric mean ratio of trainer to engine lies in a band: of all that trained, and of
+    those sampled wholly by the version that trained."""
+    kept, every = {"all": 0, "same_version": 0}, {"all": 0, "same_version": 0}
+    for segment in scored(run_dir):
+        count, mean = len(segment.differences), float(segment.differences.mean())
+        for name in ("all", *(("same_version",) if segment.is_same_version else ())):
+            every[name] += count
+            kept[name] += count * (math.log(low) <= mean <= math.log(high))
     return {name: kept[name] / max(1, every[name]) for name in every}
+
+
+def gaps(run_dir: Path) -> dict[str, Any]:
+    """|trainer - engine| per trained token, nats: over the whole run, and its mean by step."""
+    by_step: dict[int, list[np.ndarray]] = {}
+    for segment in scored(run_dir):
+        by_step.setdefault(segment.step, []).append(np.abs(segment.differences))
+    steps = [np.concatenate(by_step[step]) for step in sorted(by_step)]
+    every = np.concatenate(steps)
+    whole = {"mean": float(every.mean()), "p99": float(np.quantile(every, 0.99)), "max": float(every.max()), "num_tokens": len(every)}
+    return {"gap": whole, "gap_by_step": [float(step.mean()) for step in steps]}
 
 
 def lag_of(run_dir: Path) -> float:
