@@ -13,9 +13,10 @@ import math
 import time
 from functools import partial
 
-from molt.admission.plan import StepPlan
+from molt.admission.plan import StepPlan, laid_out
 from molt.config import Config
 from molt.data.prompts import PromptSet
+from molt.driver.changes import changes_since
 from molt.driver.evaluation import evaluate
 from molt.driver.house import House, alongside, open_house, say_started
 from molt.driver.leader import Leader
@@ -67,13 +68,16 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
 
 async def take_up(house: House, leader: Leader, progress: Progress, num_steps: int) -> tuple[int, VersionClock]:
     """Stand where the log says that the run stands: load the newest checkpoint, train again what was planned after it, refit, and
-    send what was in flight once more. Nothing is generated twice. Returns the next step and the count of versions."""
+    send what was in flight once more. Nothing is generated twice. Plans made for other data shards are cut anew. Returns the next step
+    and the count of versions."""
+    config = house.config
     checkpoint = house.ranks.newest_checkpoint()
     position = None if checkpoint is None else await house.ranks.load(checkpoint)
     step = 0 if position is None else position.step
-    clock = VersionClock.of(house.config, 0 if position is None else position.policy_version)
+    clock = VersionClock.of(config, 0 if position is None else position.policy_version)
     standing = leader.read_standing(from_step=step)
     is_resumed = house.attempt > 1
+    changes = changes_since(house.reader, config, num_steps=num_steps)
     await say_started(
         house,
         model_digest=house.engines[0].weights_digest,
@@ -81,8 +85,14 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
         resumed_from_step=step if is_resumed else None,
         checkpoint=checkpoint,
     )
+    tokens = config.train.micro_batch_tokens
+    plans = [laid_out(plan, num_ranks=config.fsdp.num_shards, micro_batch_tokens=tokens) for plan in standing.plans]
+    num_replanned = sum(new != old for new, old in zip(plans, standing.plans, strict=True))
+    if changes is not None and (changes.changed or num_replanned):
+        leader.tell(changes.told(from_step=step, num_replanned=num_replanned))
+        progress.note(changes.line(from_step=step, num_replanned=num_replanned))
     await house.pool.sleep()
-    for plan in standing.plans:
+    for plan in plans:
         progress.waiting(f"training step {plan.step} again from the log")
         leader.policy_version = clock.version
         leader.write_plan(plan)

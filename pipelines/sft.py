@@ -16,6 +16,7 @@ from pathlib import Path
 from molt.admission.order import PromptOrder
 from molt.admission.plan import StepPlan, plan_digest, plan_to_json
 from molt.config import Config
+from molt.driver.changes import changes_since
 from molt.driver.house import ray_session, say_started
 from molt.driver.leader import consumption, step_trained
 from molt.errors import SettingError
@@ -134,6 +135,7 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
     checkpoint = school.ranks.newest_checkpoint() if is_resumed else None
     initial_digest = await school.ranks.weights_digest()
     step = (await school.ranks.load(checkpoint)).step if checkpoint is not None else 0
+    changes = changes_since(school.reader, school.config, num_steps=school.num_steps)
     await say_started(
         school,
         model_digest=initial_digest,
@@ -141,6 +143,9 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
         resumed_from_step=step if is_resumed else None,
         checkpoint=checkpoint,
     )
+    if changes is not None and changes.changed:
+        await school.producer.append(events=[changes.told(from_step=step, num_replanned=0)])
+        progress.note(changes.line(from_step=step, num_replanned=0))
     progress.waiting("writing the conversations to the log")
     held = set(school.reader.cut().table("segments", ["segment_id"])["segment_id"].to_pylist())
     rows = [s for part in (school.train, school.held_out) if part is not None for s in part.segments if s.segment_id not in held]

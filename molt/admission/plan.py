@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from molt.admission.balance import balance
 
@@ -62,6 +62,12 @@ def plan_step(
         num_groups=len({row.group_id for row in ordered}),
         cursor=cursor,
     )
+
+
+def laid_out(plan: StepPlan, *, num_ranks: int, micro_batch_tokens: int) -> StepPlan:
+    """The same batch for another number of data shards or another size of micro-batches; the same plan where neither changed."""
+    lengths = [row.n_tokens for row in plan.segments]
+    return replace(plan, micro_batches=balance(lengths, num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens))
 
 
 def plan_to_json(plan: StepPlan) -> str:

@@ -85,26 +85,24 @@ def load(folder: Path, policies: dict[str, Policy]) -> Position:
 
 
 def _load_state(folder: Path, policies: dict[str, Policy], position: Position) -> None:
-    """Tensors of a complete checkpoint, and the random states where it has those of this rank."""
+    """Tensors of a complete checkpoint, and the random states that it has of this rank; a rank that is new keeps its seeded ones."""
     state = _state(policies, position.num_updates)
-    rng = {key: value for key, value in state.pop("rng").items()}
     known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    has_rng = all(f"rng.{key}" in known for key in rng)
+    rng = {key: value for key, value in state.pop("rng").items() if f"rng.{key}" in known}
     for name in policies:
         if absent := [weight for weight in state[name]["model"] if f"{name}.model.{weight}" not in known]:
             raise DataError(
                 f"checkpoint {folder} holds no {absent[0]} of {name} ({len(absent)} weights are absent): another class of model wrote it; "
                 "set actor.implementation as it was then, or start from the exported model"
             )
-    dcp.load(state | ({"rng": rng} if has_rng else {}), checkpoint_id=folder)
+    dcp.load(state | ({"rng": rng} if rng else {}), checkpoint_id=folder)
     for name, policy in policies.items():
         set_model_state_dict(policy.scorer, state[name]["model"])
         policy.num_updates = position.num_updates[name]
         policy.revision += 1
         if "optimizer" in state[name]:
             set_optimizer_state_dict(policy.scorer, policy.optimizer, state[name]["optimizer"], options=BY_NAME)
-    if has_rng:
-        _set_rng(rng)
+    _set_rng(rng)
 
 
 @contextmanager

@@ -179,9 +179,9 @@ class RankGroup:
         """Model digest over the weights as they are sent to engines."""
         return (await self._ask("weights_digest"))[0]
 
-    async def save(self, *, step: int, policy_version: int, cursor: int, lsn_end: int) -> tuple[Path, str]:
-        """Write a checkpoint under <run>/checkpoints; returns its folder and the digest of its weights."""
-        root = self.run_dir / CHECKPOINTS
+    async def save(self, *, step: int, policy_version: int, cursor: int, lsn_end: int, root: Path | None = None) -> tuple[Path, str]:
+        """Write a checkpoint under root, <run>/checkpoints when absent; returns its folder and the digest of its weights."""
+        root = root or self.run_dir / CHECKPOINTS
         folder, digest = (await self._ask("save", str(root), step, policy_version, cursor, lsn_end, self.config.ckpt.keep))[0]
         return Path(folder), digest
 

@@ -9,7 +9,7 @@ import pytest
 
 from molt.audit.questions import load_questions, read_question
 from molt.errors import SettingError
-from molt.log.rows import Span, TokenSource
+from molt.log.rows import Medium, Payload, Span, TokenSource
 from molt.places import folder
 
 INVARIANTS = sorted(name for name, question in load_questions().items() if question.is_invariant)
@@ -113,6 +113,15 @@ def test_lengths_that_differ_are_found(log) -> None:
     ]
 
 
+def test_payload_that_nobody_stored_is_found(log) -> None:
+    log.well()
+    picture = Payload(kind="image", data=b"png")
+    log.add("payloads", picture)
+    media = [Medium(name="image", payload_digest=digest, position=0, len=2) for digest in (picture.payload_digest, "f" * 32)]
+    segment_id = log.segment("e0-p1/1/0", media=media, routing_digest="e" * 32)
+    assert sorted(log.rows("payloads_there")) == [(segment_id, "image", "f" * 32), (segment_id, "routing", "e" * 32)]
+
+
 def test_segment_older_than_the_bound_is_found(log) -> None:
     log.well()
     # Weights of version 2, oldest token of version 0: lag 2, over the bound of 1.
@@ -175,6 +184,17 @@ def test_retraining_in_another_batch_is_found(log) -> None:
     log.start(attempt=2, resumed_from_step=1)
     log.trained(1, batch_digest="other")
     assert log.rows("retrained_alike") == [(1, [1, 2], 2)]
+
+
+def test_retraining_under_other_settings_may_differ(log) -> None:
+    log.well()
+    log.start(attempt=2, resumed_from_step=1)
+    log.event("settings_changed", from_step=1, changed='{"fsdp.tp_size": [1, 2]}', is_exact=False)
+    log.trained(1, batch_digest="other")
+    assert log.rows("retrained_alike") == []
+    log.start(attempt=3, resumed_from_step=1)  # as the second attempt was
+    log.trained(1, batch_digest="a third")
+    assert log.rows("retrained_alike") == [(1, [2, 3], 2)]
 
 
 def test_version_before_its_weights_is_found(log) -> None:

@@ -87,6 +87,41 @@ def test_killed_driver_resumes_without_skipping_or_doubling(world: World, wait_f
     assert replayed.returncode == 0, replayed.stdout[-3000:] + replayed.stderr[-3000:]
 
 
+def test_killed_run_goes_on_under_another_number_of_ranks_and_every_step_replays(world: World, wait_for):
+    driver = world.start("widened", "train", *world.flags("widened", train__num_steps=6, ckpt__save_interval=2))
+    try:
+        wait_for(lambda: "step=3 " in world.output("widened"), 150, "step 3")
+    finally:
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait(30)
+    resumed = world.molt("train", "--resume", world.run("widened"), "--fsdp.num_ranks=2")
+    said = resumed.stdout + resumed.stderr
+    assert resumed.returncode == 0, said[-3000:]
+    world.audit("widened")
+    (changed,) = world.sql("widened", "select from_step, changed, is_exact, num_replanned, attempt from settings_changed")
+    step = changed["from_step"]
+    assert step in (2, 4) and (changed["attempt"], changed["is_exact"]) == (2, False)
+    assert json.loads(changed["changed"]) == {"fsdp.num_ranks": [1, 2]}
+    assert f"goes on from step {step} with fsdp.num_ranks 1 -> 2" in said
+    # A plan of the first attempt that was not in the checkpoint is cut for two ranks, and is the newest of its step.
+    cuts = world.sql("widened", "select step, attempt, json_array_length(plan, '$.micro_batches') as n from batch_planned order by lsn")
+    newest = {row["step"]: row["n"] for row in cuts}
+    assert newest == {n: 1 if n < step else 2 for n in range(6)}
+    again = {row["step"] for row in cuts if row["attempt"] == 1 and row["step"] >= step}
+    assert changed["num_replanned"] == len(again)
+    ranks = world.sql("widened", "select step, count(distinct rank) as n from counted_consumption group by step order by step")
+    assert [row["n"] for row in ranks] == [1 if n < step else 2 for n in range(6)]
+    replayed = world.molt("replay", world.run("widened"), "--json")
+    assert replayed.returncode == 0, replayed.stdout[-3000:] + replayed.stderr[-3000:]
+    report = json.loads(replayed.stdout[replayed.stdout.index("{") :])
+    assert (report["num_compared"], report["num_spans"]) == (6, 2)
+    # And back to one rank, for two further steps: the order of prompts and the ledger go on.
+    back = world.molt("train", "--resume", world.run("widened"), "--train.num_steps=8")
+    assert back.returncode == 0, back.stdout[-3000:] + back.stderr[-3000:]
+    world.audit("widened")
+    assert world.molt("replay", world.run("widened")).returncode == 0
+
+
 def test_first_interrupt_drains_and_the_run_can_go_on(world: World, wait_for):
     driver = world.start("drained", "train", *world.flags("drained", train__num_steps=200, rollout__batch_size=4))
     wait_for(lambda: "step=1 " in world.output("drained"), 150, "step 1")

@@ -1,0 +1,73 @@
+"""What a resumed attempt does otherwise than the attempt before it, and whether steps come out bit for bit under both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from molt.config import Config
+from molt.log.reader import LogReader
+from molt.log.rows import Event, event
+
+TRAINER_ROOMS = ("actor", "algo", "critic", "fsdp", "reference")
+TRAINER_SETTINGS = ("data.max_len", "run.seed", "train.deterministic", "train.epochs_per_batch", "train.routing_replay")
+"""With the rooms: what the numbers of a planned step depend on. How its batch is cut stands in the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Settings that differ between two attempts."""
+
+    changed: Mapping[str, tuple[Any, Any]]
+    """Setting to its values before and now."""
+    is_exact: bool
+    """Nothing that the numbers of a planned step depend on has changed."""
+
+    def told(self, *, from_step: int, num_replanned: int) -> Event:
+        """The event."""
+        return event(
+            "settings_changed",
+            from_step=from_step,
+            changed=json.dumps(self.changed, sort_keys=True),
+            is_exact=self.is_exact and num_replanned == 0,
+            num_replanned=num_replanned,
+        )
+
+    def line(self, *, from_step: int, num_replanned: int) -> str:
+        """The same in words."""
+        settings = ", ".join(f"{name} {json.dumps(before)} -> {json.dumps(now)}" for name, (before, now) in self.changed.items())
+        text = f"goes on from step {from_step} with {settings or 'the same settings'}"
+        if num_replanned:
+            text += f"; {num_replanned} planned batches are cut anew"
+        if not self.is_exact or num_replanned:
+            text += "; steps trained again are not bit for bit those before, replay takes each under its own settings"
+        return text
+
+
+def changes_since(reader: LogReader, config: Config, *, num_steps: int) -> Changes | None:
+    """What differs from the newest attempt in the log; None where there is none."""
+    rows = reader.cut().table("events", ["lsn", "body"], where="kind = 'attempt_started'").sort_by("lsn").to_pylist()
+    if not rows:
+        return None
+    before = json.loads(rows[-1]["body"])
+    then, now = flat(json.loads(before["config"])), flat(config.model_dump(mode="json"))
+    return Changes(
+        changed={name: (then[name], now[name]) for name in sorted(then.keys() & now.keys()) if then[name] != now[name]},
+        is_exact=trainer_settings(then, before["num_steps"]) == trainer_settings(now, num_steps),
+    )
+
+
+def trainer_settings(settings: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+    """What the numbers of a planned step depend on. settings: dotted. num_steps: length of the schedule."""
+    own = {name: value for name, value in settings.items() if name.partition(".")[0] in TRAINER_ROOMS or name in TRAINER_SETTINGS}
+    return own if own.get("actor.schedule") == "constant" else own | {"num_steps": num_steps}
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted settings of a tree of them, of this version of the settings or of an older one."""
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found

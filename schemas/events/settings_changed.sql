@@ -1,0 +1,12 @@
+-- A resumed attempt goes on under other settings than the attempt before it.
+create table settings_changed (
+    from_step integer not null,
+    changed varchar not null,
+    is_exact boolean not null,
+    num_replanned integer not null
+);
+
+comment on column settings_changed.from_step is 'first step that this attempt trains';
+comment on column settings_changed.changed is 'JSON object: setting to the values before and now';
+comment on column settings_changed.is_exact is 'steps trained again come out bit for bit as before: nothing that their numbers depend on has changed';
+comment on column settings_changed.num_replanned is 'batches planned before that are cut anew, for another number of data shards or size of micro-batches';
