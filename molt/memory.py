@@ -2,7 +2,7 @@
 
 trainer   master weights, gradient and moments (float32, sharded) | whole layers while they compute | activations | log-probs of the head
 engine    weights of its part | cache of keys and values
-host      a float32 copy of the model in each rank that loads it | weights in shared memory | moments and weights that are offloaded
+host      a float32 copy of the model in each rank that loads it whole | weights in shared memory | moments and weights that are offloaded
 
 Exact where it counts tensors that the code makes; activations are summed over what a layer keeps for its backward pass, in the manner of
 Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models), for gated layers and for mixtures. What is
@@ -29,8 +29,8 @@ ENGINE_WORK_GIB = 2.0
 """Assumed: activations of an engine's largest batch and its captured graphs."""
 REFIT_GIB = 4.0
 """Assumed: two buffers of 1 GiB that a broadcast packs, and what is gathered ahead of them."""
-CHUNK_FLOATS, KEPT_FLOATS = 1 << 27, 1 << 28
-"""Of molt.learn.logprob on a GPU."""
+CHUNK_BYTES, CHUNK_FLOATS, KEPT_FLOATS = 1 << 30, 1 << 27, 1 << 28
+"""Of molt.learn.fused_head, and of molt.learn.logprob on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
         Need(
             what="activations", gib=kept / GIB, why=f"{tokens:.0f} tokens, {'checkpointed' if actor.gradient_checkpointing else 'all kept'}"
         ),
-        Need(what="head", gib=_head_bytes(config, shape, tokens, width) / GIB, why="log-probs of the vocabulary, and the head's gradient"),
+        Need(what="head", gib=head_bytes(config, shape, tokens) / GIB, why="log-probs of the vocabulary, and the head's gradient"),
         Need(what="context", gib=CONTEXT_GIB, why="assumed"),
     ]
     if config.algo.kl.coef > 0 and config.reference.placement == "colocated" and not config.reference.offload:
@@ -139,9 +139,17 @@ def kept_per_token(config: Config, shape: ModelShape) -> float:
     return 2 * norm + attention + forward
 
 
-def _head_bytes(config: Config, shape: ModelShape, tokens: float, width: int) -> float:
-    """Log-probs in chunks, those that wait for the backward pass, and the float32 gradient of the head."""
+def head_bytes(config: Config, shape: ModelShape, tokens: float) -> float:
+    """What the log-probs of the vocabulary need at least; more logits are kept for the backward pass where memory is free.
+
+    On a GPU of its own: logits of one chunk in the model's dtype, which become their gradient in place, the float32 sum of the head's
+    gradient and one product that is added to it. Under tensor parallelism: chunks in float32 (log-probs, their exponentials, gradient),
+    those that wait for the backward pass, and the float32 sum.
+    """
+    width = 2 if config.actor.dtype == "bfloat16" else 4
     entries = shape.vocab_size / config.fsdp.tp_size
+    if config.fsdp.tp_size == 1:
+        return min(CHUNK_BYTES, width * tokens * entries) + (4 + width) * entries * shape.hidden_size
     whole = 4 * tokens * entries
     kept = whole if whole <= 4 * KEPT_FLOATS else 0.0
     return kept + 3 * 4 * min(CHUNK_FLOATS, tokens * entries) + 4 * entries * shape.hidden_size
@@ -169,9 +177,15 @@ def host_bill(config: Config, parameters: Parameters, *, ranks_per_host: int) ->
     """One host: what its ranks hold beside their GPUs."""
     width = 2 if config.actor.dtype == "bfloat16" else 4
     local = local_parameters(config, parameters)
-    # AutoModel reads shards where it spreads experts; the Hugging Face class reads the whole model in every rank, then shards it.
-    loaded = local if config.fsdp.ep_size > 1 else parameters.total
-    needs = [Need(what="loading", gib=4 * loaded * ranks_per_host / GIB, why=f"float32 in each of {ranks_per_host} ranks, at the start")]
+    needs = []
+    if config.fsdp.ep_size > 1:
+        needs.append(
+            Need(what="loading", gib=4 * local * ranks_per_host / GIB, why=f"float32 shards of {ranks_per_host} ranks, at the start")
+        )
+    elif config.actor.implementation != "hf" and config.fsdp.tp_size == 1:
+        # The Hugging Face class reads its shards straight to their GPU (molt.learn.streamed).
+        why = f"float32 in each of {ranks_per_host} ranks of AutoModel, at the start; actor.implementation=hf reads shards alone"
+        needs.append(Need(what="loading", gib=4 * parameters.total * ranks_per_host / GIB, why=why))
     if config.vllm.weight_transfer == "file":
         needs.append(Need(what="shared memory", gib=2 * width * parameters.total / GIB, why="two versions of the weights in /dev/shm"))
     if config.fsdp.offload != "none":

@@ -51,7 +51,7 @@ class FrozenModel:
         """num_entries: of the vocabulary of the policy, to be compared; another vocabulary would score other tokens."""
         actor = config.actor.model_copy(update={"gradient_checkpointing": False, "freeze_moe_router": False})
         fsdp = config.fsdp.model_copy(update={"offload": "full" if config.reference.offload else "none"})
-        scorer = load_model(path, actor, fsdp)
+        scorer = load_model(path, actor, fsdp, is_deferred=True)
         own = vocab_size(scorer)
         if num_entries is not None and own != num_entries:
             raise SettingError(
@@ -75,7 +75,7 @@ class Critic:
         self.config = config
         path = config.critic.model_name_or_path or actor_path
         settings = _critic_settings(config)
-        valuer = TokenValuer(load_model(path, settings, config.fsdp), head=value_head(Path(path)))
+        valuer = TokenValuer(load_model(path, settings, config.fsdp, is_deferred=True), head=value_head(Path(path)))
         self.policy = Policy(valuer, settings, config.fsdp, mesh=mesh, num_steps=num_steps)
 
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:

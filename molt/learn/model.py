@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
-from molt.learn import attention, automodel
+from molt.learn import attention, automodel, streamed
 from molt.learn.context import Cut, cut
 from molt.learn.logprob import head_logprobs, logits_logprobs
 from molt.learn.mesh import RankMesh
@@ -43,6 +43,8 @@ class TokenScorer(nn.Module):
         """How the model is spread, once it is."""
         self.routes: Routes | None = None
         """Routing replay, where it is on."""
+        self.source: Path | None = None
+        """Folder whose weights the model waits for until it is sharded; None once it has them."""
         head = lm.get_output_embeddings()
         self.has_plain_head = isinstance(head, nn.Linear) and not _scales_logits(lm.config)
         self.inner_head = InnerHead(head) if self.has_plain_head and isinstance(lm, FSDPModule) else None
@@ -172,8 +174,13 @@ class TokenValuer(nn.Module):
         return values_N, torch.zeros_like(values_N)
 
 
-def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScorer:
-    """The policy in float32 master weights, on the CPU, dropout off. Raises SettingError for what cannot be loaded."""
+def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings, *, is_deferred: bool = False) -> TokenScorer:
+    """The policy in float32 master weights, on the CPU, dropout off. Raises SettingError for what cannot be loaded.
+
+    is_deferred: leave the weights in their files until molt.learn.policy.shard, where each rank reads its own part; as far as the class
+    of the model and the files allow it.
+    """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
@@ -187,13 +194,18 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> TokenScor
     name = attention_name(fsdp)
     attention.register()
     try:
-        lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=name, local_files_only=True)
-    except (OSError, ValueError) as error:
+        empty = streamed.empty_model(Path(path), attention=name) if is_deferred else None
+        lm = empty
+        if lm is None:
+            lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=name, local_files_only=True)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise SettingError(f"actor.model_name_or_path={path}, the model does not load: {error}") from error
     prepare(lm, actor)
     if actor.moe_router_dtype == "float32":
         Routes.install(lm, setting="actor.moe_router_dtype=float32")  # our forward of a router computes in its own dtype
-    return TokenScorer(lm, attention_name=name)
+    scorer = TokenScorer(lm, attention_name=name)
+    scorer.source = None if empty is None else Path(path)
+    return scorer
 
 
 def uses_automodel(actor: ActorSettings, fsdp: FsdpSettings) -> bool:

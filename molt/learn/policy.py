@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import NonFiniteError
-from molt.learn import tensor_parallel
+from molt.learn import streamed, tensor_parallel
 from molt.learn.mesh import RankMesh
 from molt.learn.model import TokenScorer, decoder_blocks
 from molt.learn.packing import Packed
@@ -196,8 +196,8 @@ def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
 
 
 def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: RankMesh) -> nn.Module:
-    """Cut for tensor parallelism, then fully_shard of every block and of the whole, also for one rank; gradients are summed over ranks,
-    not averaged."""
+    """Cut for tensor parallelism, then fully_shard of every block and of the whole, also for one rank; then read the weights that are
+    still in their files. Gradients are summed over ranks, not averaged."""
     for module in scorer.modules():
         if isinstance(module, TokenScorer):
             module.mesh = mesh
@@ -216,7 +216,17 @@ def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: Ran
     for block in decoder_blocks(scorer):
         fully_shard(block, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     fully_shard(scorer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
+    _read_weights(scorer, mesh, is_on_host=isinstance(offload, CPUOffloadPolicy))
     return _sum_gradients(scorer)
+
+
+def _read_weights(scorer: nn.Module, mesh: RankMesh, *, is_on_host: bool) -> None:
+    """Let a sharded model take what it waits for. is_on_host: shards lie on the host."""
+    for module in scorer.modules():
+        if isinstance(module, TokenScorer) and module.source is not None:
+            streamed.fill(module.lm, module.source, torch.device("cpu") if is_on_host else mesh.device)
+            streamed.own(scorer, mesh.device)
+            module.source = None
 
 
 def _sum_gradients(scorer: nn.Module) -> nn.Module:

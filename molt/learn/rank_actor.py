@@ -128,7 +128,7 @@ class RankProcess(Member):
     def join(self, place: tuple[str, int]) -> str:
         """Meet the other ranks and build the policy and what stands beside it. Returns the device."""
         spec, config, mesh = self.spec, self.spec.config, self.meet(place)
-        scorer = load_model(spec.model_path, config.actor, config.fsdp)
+        scorer = load_model(spec.model_path, config.actor, config.fsdp, is_deferred=True)
         vocabulary = vocab_size(scorer)
         self.policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=spec.num_steps)
         is_policy = spec.objective == "policy"

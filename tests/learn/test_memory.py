@@ -13,10 +13,10 @@ from molt import places
 from molt.cli import app
 from molt.config import Config
 from molt.fit import Cluster, Fit, fit
-from molt.learn import logprob
+from molt.learn import fused_head, logprob
 from molt.learn.meta import Parameters, count_parameters
 from molt.learn.model import load_model
-from molt.memory import CHUNK_FLOATS, GIB, KEPT_FLOATS, kept_per_token, local_parameters
+from molt.memory import CHUNK_BYTES, CHUNK_FLOATS, GIB, KEPT_FLOATS, head_bytes, host_bill, kept_per_token, local_parameters
 from molt.model_shape import ModelShape
 from tests.learn.tiny import make_model, make_moe
 
@@ -83,7 +83,33 @@ def test_activations_are_those_that_a_layer_keeps_and_a_little_more(tmp_path: Pa
 
 
 def test_chunks_of_the_head_are_those_of_the_log_probs() -> None:
-    assert (logprob.CHUNK_FLOATS["cuda"], logprob.KEPT_FLOATS["cuda"]) == (CHUNK_FLOATS, KEPT_FLOATS)
+    assert (logprob.CHUNK_FLOATS["cuda"], logprob.KEPT_FLOATS["cuda"], fused_head.CHUNK_BYTES) == (CHUNK_FLOATS, KEPT_FLOATS, CHUNK_BYTES)
+
+
+def test_head_is_billed_by_the_kernels_that_run(tmp_path: Path) -> None:
+    shape = ModelShape.read(write(tmp_path / "model", QWEN3_4B))
+    alone = settings(actor={"dtype": "bfloat16"})
+    # 2 B x 1,000 x 151,936 = 0.304e9 of logits, below the chunk of 2^30; (4 + 2) B x 151,936 x 2,560 = 2.334e9 of gradient.
+    assert head_bytes(alone, shape, 1000) == 2 * 1000 * 151936 + 6 * 151936 * 2560
+    assert head_bytes(alone, shape, 8000) == (1 << 30) + 6 * 151936 * 2560
+    # Two parts of 75,968 entries: 4 B x 1,000 x 75,968 kept, three such blocks at work, 4 B x 75,968 x 2,560 of gradient.
+    two = settings(actor={"dtype": "bfloat16"}, fsdp={"num_ranks": 2, "tp_size": 2})
+    assert head_bytes(two, shape, 1000) == 4 * 4 * 1000 * 75968 + 4 * 75968 * 2560
+
+
+@pytest.mark.parametrize(
+    ("implementation", "fsdp", "gib"),
+    [
+        ("hf", {"num_ranks": 8}, 0.0),  # each rank reads its own part
+        ("auto", {"num_ranks": 8}, 32.0),  # 8 ranks x 4 B x 2^30
+        ("auto", {"num_ranks": 8, "tp_size": 2}, 0.0),  # the Hugging Face class
+        ("automodel", {"num_ranks": 8, "ep_size": 2}, 4.0),  # 8 ranks x 4 B x 2^30 / 8
+    ],
+)
+def test_host_holds_what_ranks_load_whole(implementation: str, fsdp: dict[str, int], gib: float) -> None:
+    parameters = Parameters(total=1 << 30, embedding=0, head=0, experts=0, layer=0, layer_experts=0, uncut=0)
+    config = settings(actor={"implementation": implementation}, fsdp=fsdp, vllm={"weight_transfer": "nccl"})
+    assert host_bill(config, parameters, ranks_per_host=8).gib == gib
 
 
 def test_parameters_are_counted_from_a_config_alone(tmp_path: Path) -> None:
