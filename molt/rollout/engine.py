@@ -88,7 +88,7 @@ class WeightSource:
     path: str | None = None
     """file: the safetensors file."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Hugging Face tensor name to blake2b-128 hex of its bytes, C order, in the dtype sent."""
+    """Hugging Face tensor name to the digest of its bytes, C order, in the dtype sent (molt.rollout.digest)."""
     options: dict[str, str] = field(default_factory=dict)
     """Further facts of the transport."""
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from molt.errors import RefitError
+from molt.rollout.digest import Digester
 from molt.rollout.engine import WeightSource
-from molt.rollout.weights import digest_tensors, read_tensors, read_weights
+from molt.rollout.weights import read_tensors, read_weights
 
 Pair = tuple[str, torch.Tensor]
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_SPARE_BYTES = 4 << 30
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
@@ -154,11 +154,11 @@ def expand_to_tokens(values: torch.Tensor, ends: torch.Tensor, num_tokens: int, 
 
 
 class _Tap:
-    """Stands between a weight loader and the model and notes every tensor that passes."""
+    """Stands between a weight loader and the model and takes the digest of every tensor that passes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._copies: dict[str, torch.Tensor] = {}
+        self._digester = Digester()
 
     def __enter__(self) -> _Tap:
         inner = self._model.load_weights
@@ -171,7 +171,7 @@ class _Tap:
 
     def _pass(self, weights: Iterable[Pair]) -> Iterator[Pair]:
         for name, tensor in weights:
-            self._copies[name] = _kept(tensor.detach())
+            self._digester.note(name, tensor)
             yield name, tensor
 
     def __exit__(self, *_: object) -> None:
@@ -179,17 +179,7 @@ class _Tap:
 
     def digests(self) -> dict[str, str]:
         """Digest of each tensor that passed."""
-        found = digest_tensors(self._copies)
-        self._copies.clear()
-        return found
-
-
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """What stays readable: on the CPU the file's own page, on a GPU a copy there while room is ample, else one in host memory."""
-    if tensor.device.type == "cpu":
-        return tensor
-    is_ample = torch.cuda.mem_get_info(tensor.device)[0] > tensor.numel() * tensor.element_size() + _SPARE_BYTES
-    return tensor.clone() if is_ample else tensor.to("cpu", copy=True)
+        return self._digester.take()
 
 
 def _holds(parameters: dict[str, torch.nn.Parameter], name: str, sent: torch.Tensor) -> bool:

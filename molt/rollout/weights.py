@@ -4,8 +4,7 @@
     engine : read_weights(source) -> (name, tensor), each digest compared before the tensor is used
     driver : remove_weights(source) once every engine has taken it
 
-A digest is blake2b-128 over the bytes of one tensor in C order, in the dtype sent; of a tensor of several pieces, over the digests of
-its pieces, so that the largest (an embedding) is hashed by many threads. A model digest is over sorted names and digests.
+A digest is over the bytes of one tensor in C order, in the dtype sent (molt.rollout.digest); a model digest over sorted names and digests.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,48 +21,24 @@ from typing import TypeVar
 import torch
 
 from molt.errors import RefitError, SettingError
+from molt.rollout.digest import Digester
 from molt.rollout.engine import WeightSource
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 1024 * 1024
-PIECE_BYTES = 16 << 20
-"""Bytes that are hashed as one."""
-NUM_HASHERS = min(16, os.cpu_count() or 1)
-"""Threads that hash at once. Engines stand still while a refit is compared: four took 0.75 s for 0.94 GiB on an H200's host."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """blake2b-128 hex over the bytes of one tensor, C order, in its own dtype; over the digests of its pieces when it has several."""
-    return _join(map(_hash, _pieces(tensor)))
+    """Digest of one tensor: of its bytes in C order, in its own dtype; see molt.rollout.digest."""
+    return digest_tensors({"": tensor})[""]
 
 
-def digest_tensors(tensors: Mapping[str, torch.Tensor], *, num_threads: int = NUM_HASHERS) -> dict[str, str]:
-    """Digest of each tensor by name; hashing releases the interpreter, so several go at once, and the pieces of a large one together."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        found = {name: _digest_by(pool, tensor) for name, tensor in tensors.items() if tensor.nbytes > PIECE_BYTES}
-        small = [name for name in tensors if name not in found]
-        found |= dict(zip(small, pool.map(lambda name: tensor_digest(tensors[name]), small), strict=True))
-    return {name: found[name] for name in tensors}
-
-
-def _digest_by(pool: ThreadPoolExecutor, tensor: torch.Tensor) -> str:
-    """The digest of a tensor, its pieces hashed by all threads of a pool."""
-    return _join(pool.map(_hash, _pieces(tensor)))
-
-
-def _pieces(tensor: torch.Tensor) -> list[memoryview]:
-    """The bytes of a tensor, cut; one piece of a tensor without bytes."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return [flat[start : start + PIECE_BYTES] for start in range(0, max(1, len(flat)), PIECE_BYTES)]
-
-
-def _hash(piece: memoryview) -> bytes:
-    return hashlib.blake2b(piece, digest_size=16).digest()
-
-
-def _join(digests: Iterable[bytes]) -> str:
-    first, *others = digests
-    return (_hash(memoryview(b"".join((first, *others)))) if others else first).hex()
+def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Digest of each tensor by name."""
+    digester = Digester()
+    for name, tensor in tensors.items():
+        digester.note(name, tensor)
+    return digester.take()
 
 
 Key = TypeVar("Key")
@@ -82,33 +55,17 @@ class TensorFacts:
     digest: str
 
 
-def facts_of(tensors: Iterable[tuple[Key, torch.Tensor]], *, num_threads: int = NUM_HASHERS) -> dict[Key, TensorFacts]:
-    """Facts of tensors that come one after another; a few are held at a time, while they are hashed."""
-    facts: dict[Key, TensorFacts] = {}
-    order: list[Key] = []
-    with ThreadPoolExecutor(num_threads) as pool:
-        waiting: deque[tuple[Key, Future[TensorFacts]]] = deque()
-        for name, tensor in tensors:
-            order.append(name)
-            host = tensor.detach().to("cpu")
-            if host.nbytes > PIECE_BYTES:
-                facts[name] = _facts(host, _digest_by(pool, host))
-                continue
-            waiting.append((name, pool.submit(_facts, host)))
-            if len(waiting) > 2 * num_threads:
-                done, found = waiting.popleft()
-                facts[done] = found.result()
-        facts |= {name: found.result() for name, found in waiting}
-    return {name: facts[name] for name in order}
-
-
-def _facts(tensor: torch.Tensor, digest: str | None = None) -> TensorFacts:
-    return TensorFacts(
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        size_bytes=tensor.nbytes,
-        digest=tensor_digest(tensor) if digest is None else digest,
-    )
+def facts_of(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, TensorFacts]:
+    """Facts of tensors that come one after another; none is held."""
+    digester = Digester()
+    facts: dict[Key, tuple[tuple[int, ...], str, int]] = {}
+    for number, (name, tensor) in enumerate(tensors):
+        digester.note(str(number), tensor)
+        facts[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+    return {
+        name: TensorFacts(shape=shape, dtype=dtype, size_bytes=size, digest=digest)
+        for (name, (shape, dtype, size)), digest in zip(facts.items(), digester.take().values(), strict=True)
+    }
 
 
 def model_digest(digests: Mapping[str, str]) -> str:

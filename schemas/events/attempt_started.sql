@@ -24,7 +24,7 @@ comment on column attempt_started.hardware is 'JSON object: cpu, gpu, memory';
 comment on column attempt_started.seed is 'seed of the run';
 comment on column attempt_started.resumed_from_step is 'first step that this attempt trains; null for a fresh run';
 comment on column attempt_started.resumed_from_checkpoint is 'checkpoint loaded; null for a fresh run';
-comment on column attempt_started.model_digest is 'blake2b-128 hex of the initial weights';
+comment on column attempt_started.model_digest is 'digest of the initial weights';
 comment on column attempt_started.num_steps is 'steps that the run is to make: the length of its schedule';
 comment on column attempt_started.pid is 'process id of the driver';
 comment on column attempt_started.host is 'host name of the driver';

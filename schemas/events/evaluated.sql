@@ -18,5 +18,5 @@ comment on column evaluated.num_rollouts is 'scored rollouts';
 comment on column evaluated.num_failed is 'failed rollouts';
 comment on column evaluated.reward_mean is 'mean reward';
 comment on column evaluated.reward_ci95 is 'half width of the 95 % interval of the mean';
-comment on column evaluated.weights_digest is 'blake2b-128 hex of the evaluated weights';
+comment on column evaluated.weights_digest is 'digest of the evaluated weights';
 comment on column evaluated.loss_mean is 'mean negative log-prob per target token, nats; null when not a supervised evaluation';

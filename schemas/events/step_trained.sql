@@ -31,7 +31,7 @@ comment on column step_trained.kl_mean is 'mean k3 divergence trainer to engine 
 comment on column step_trained.entropy_mean is 'mean entropy per sampled token, nats; null when not computed';
 comment on column step_trained.batch_digest is 'blake2b-128 hex over ids, masks and advantages of the batch';
 comment on column step_trained.loss_digest is 'blake2b-128 hex over the float32 loss of each micro-batch and rank';
-comment on column step_trained.weights_digest is 'blake2b-128 hex of the weights after the step; null when not computed';
+comment on column step_trained.weights_digest is 'digest of the weights after the step; null when not computed';
 comment on column step_trained.metrics is 'JSON object of further numbers';
 comment on column step_trained.train_s is 'seconds in the step';
 comment on column step_trained.log_s is 'seconds that the step stood still for the log: for the ack of its plan, for rows, and for the acks of what the step before wrote';
