@@ -38,6 +38,8 @@ class ActorSettings(Room):
     max_grad_norm: float = Field(1.0, gt=0)
     gradient_checkpointing: bool = False
     freeze_moe_router: bool = False
+    freeze_vision: bool = True
+    """Of a model that takes images: its vision tower and connector stay as loaded."""
     moe_router_dtype: Literal["auto", "float32"] = "auto"
     """float32: routers keep their weights and logits in float32 where the layers compute in actor.dtype=bfloat16."""
     implementation: Literal["auto", "hf", "automodel"] = "auto"
@@ -75,6 +77,12 @@ class DataSettings(Room):
     input_key: str = "input"
     label_key: str = "label"
     messages_key: str = "messages"
+    images_key: str = "images"
+    """Column of images; `<image>` in a text of the row, or an image part without a source, stands for the next one."""
+    max_images: int = Field(8, gt=0)
+    """Most images in the chat of one rollout."""
+    max_image_pixels: int = Field(1 << 24, gt=0)
+    """Most pixels of one image."""
     max_len: int = Field(4096, gt=1)
     """Longest segment in tokens; a rollout that reaches it is truncated."""
     apply_chat_template: bool = True

@@ -9,6 +9,30 @@ from typing import Any
 
 from molt.errors import SettingError
 
+IMAGE_FAMILIES = ("idefics3",)
+"""Models whose images Molt carries, by model_type: SmolVLM and Idefics 3, whose positions are those of text."""
+REFUSED_FAMILIES = {
+    "qwen2_vl": "its tokens have positions of three axes, which packed rows do not carry yet",
+    "qwen2_5_vl": "its tokens have positions of three axes, which packed rows do not carry yet",
+    "qwen3_vl": "its tokens have positions of three axes, which packed rows do not carry yet",
+    "gemma3": "the tokens of its images attend to each other both ways, which packed rows do not do",
+    "mllama": "it reads images through layers of its own beside the tokens",
+}
+"""Why not others."""
+
+
+def model_type(folder: str | Path) -> str:
+    """What the config.json of a folder calls its model; empty without one."""
+    try:
+        return str(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+    except (OSError, ValueError):
+        return ""
+
+
+def takes_images(folder: str | Path) -> bool:
+    """Whether a model is one whose images Molt carries."""
+    return model_type(folder) in IMAGE_FAMILIES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:

@@ -41,6 +41,7 @@ create table segments (
     tokenizer_digest varchar not null,
     template_digest varchar not null,
     routing_digest varchar,
+    media struct(name varchar, payload_digest varchar, position integer, len integer)[],
     started_at double not null,
     finished_at double not null,
     digest blob not null,
@@ -89,6 +90,7 @@ comment on column segments.engine is 'engine that sampled it';
 comment on column segments.tokenizer_digest is 'blake2b-128 hex of the tokenizer files';
 comment on column segments.template_digest is 'blake2b-128 hex of the chat template';
 comment on column segments.routing_digest is 'payload that holds the routed experts of the segment; null when none were captured';
+comment on column segments.media is 'images in the order of their tokens: name (image for its encoded bytes, else what the model calls the tensor that its processor made), the payload, and the tokens that stand for it; of these, the ones of source image each take one feature of it; null without images';
 comment on column segments.started_at is 'seconds since 1970, UTC: rollout dispatched';
 comment on column segments.finished_at is 'seconds since 1970, UTC: rollout finished';
 comment on column segments.digest is 'blake2b-128 over every other column but lsn';
@@ -105,4 +107,10 @@ create macro segments_violations(t) as table
     from query_table(t) where purpose = 'sft' and len(list_filter(spans, lambda s: s.trainable and s.source <> 'demonstration')) > 0
     union all
     select segment_id, 'n_sampled is not the number of policy tokens'
-    from query_table(t) where n_sampled <> coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.source = 'policy'), lambda s: s.len)), 0);
+    from query_table(t) where n_sampled <> coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.source = 'policy'), lambda s: s.len)), 0)
+    union all
+    select segment_id, 'an image lies outside the tokens'
+    from query_table(t) where len(list_filter(media, lambda m: m.position < 0 or m.len < 1 or m.position + m.len > n_tokens)) > 0
+    union all
+    select segment_id, 'image tokens without an image, or an image without image tokens'
+    from query_table(t) where (coalesce(len(media), 0) > 0) <> (len(list_filter(spans, lambda s: s.source = 'image')) > 0);

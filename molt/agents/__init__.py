@@ -2,7 +2,8 @@
 
 from molt.agents.env import Action, AgentRunner, Env, Model, Observation, Result, StopReason, Tool
 from molt.agents.toolcalls import ToolCall
+from molt.data.images import Image
 from molt.data.messages import Message
 from molt.data.prompts import Prompt
 
-__all__ = ["Action", "AgentRunner", "Env", "Message", "Model", "Observation", "Prompt", "Result", "StopReason", "Tool", "ToolCall"]
+__all__ = ["Action", "AgentRunner", "Env", "Image", "Message", "Model", "Observation", "Prompt", "Result", "StopReason", "Tool", "ToolCall"]

@@ -9,12 +9,13 @@ messages go on from an earlier call ............................. new segment, o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from molt.agents.render import ChatRenderer, Layout, Piece, SampledTurn
 from molt.data.messages import TURN_KEY, Message
+from molt.data.processor import PlacedImage
 from molt.log.rows import TokenSource
 
 
@@ -28,6 +29,8 @@ class CallPrompt:
     """Runs (source, length) over token_ids. Turns of the policy that are shown again count as history."""
     opened_by: str
     """Why a new segment begins here, should these ids not continue the last ones."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images in order, by their place in token_ids, which hold them expanded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +61,14 @@ class Conversation:
         whole = self._whole(layout, turns)
         last = self._calls[-1] if self._calls else None
         if last is None:
-            return CallPrompt(token_ids=whole[0], sources=whole[1], opened_by="start")
+            return replace(whole, opened_by="start")
         is_same = messages[: len(last.messages)] == last.messages
-        continues = len(whole[0]) >= len(last.token_ids) and np.array_equal(whole[0][: len(last.token_ids)], last.token_ids)
+        known = len(last.token_ids)
+        continues = len(whole.token_ids) >= known and np.array_equal(whole.token_ids[:known], last.token_ids)
         is_kept = self.keep_history or not any(layout.num_dropped)
         if is_same and not continues and is_kept:
             whole = _appended(last, layout.gaps[-1], self.turns[max(self.turns)])
-        return CallPrompt(token_ids=whole[0], sources=whole[1], opened_by="template" if is_same else self._why_changed(messages))
+        return replace(whole, opened_by="template" if is_same else self._why_changed(messages))
 
     def add(self, messages: Sequence[Message], prompt: CallPrompt, token_ids: np.ndarray, *, number: int | None = None) -> SampledTurn:
         """Record what was sampled for a prompt. Returns the turn; its text is what the agent sees."""
@@ -98,15 +102,19 @@ class Conversation:
                 number = later[0] + 1
         return found
 
-    def _whole(self, layout: Layout, turns: dict[int, SampledTurn]) -> tuple[np.ndarray, tuple[tuple[TokenSource, int], ...]]:
-        """Ids of the whole render, sampled turns put in as sampled."""
+    def _whole(self, layout: Layout, turns: dict[int, SampledTurn]) -> CallPrompt:
+        """The whole render, sampled turns put in as sampled."""
         parts = [layout.gaps[0].token_ids]
         sources = list(layout.gaps[0].sources)
+        images = list(layout.gaps[0].images)
+        length = len(parts[0])
         for place, dropped, gap in zip(layout.turns, layout.num_dropped, layout.gaps[1:], strict=True):
             ids = turns[place].token_ids[dropped:]
             parts += [ids, gap.token_ids]
             sources += [(TokenSource.HISTORY, len(ids)), *gap.sources]
-        return np.concatenate(parts), tuple(sources)
+            images += [image.moved(length + len(ids)) for image in gap.images]
+            length += len(ids) + len(gap.token_ids)
+        return CallPrompt(token_ids=np.concatenate(parts), sources=tuple(sources), opened_by="", images=tuple(images))
 
     def _why_changed(self, messages: tuple[Message, ...]) -> str:
         for call in self._calls:
@@ -115,10 +123,11 @@ class Conversation:
         return "compaction"
 
 
-def _appended(last: _Call, gap: Piece, turn: SampledTurn) -> tuple[np.ndarray, tuple[tuple[TokenSource, int], ...]]:
+def _appended(last: _Call, gap: Piece, turn: SampledTurn) -> CallPrompt:
     """The ids of the last call as they are, then the gap that the template writes after the last turn."""
     sources = (*last.prompt.sources, (TokenSource.HISTORY, len(turn.token_ids)), *gap.sources)
-    return np.concatenate([last.token_ids, gap.token_ids]), sources
+    images = (*last.prompt.images, *(image.moved(len(last.token_ids)) for image in gap.images))
+    return CallPrompt(token_ids=np.concatenate([last.token_ids, gap.token_ids]), sources=sources, opened_by="", images=images)
 
 
 def _bare(message: Message) -> Message:

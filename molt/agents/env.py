@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from molt.agents.toolcalls import ToolCall, parse_tool_calls
-from molt.data.messages import ROLES, TURN_KEY, Message
+from molt.data.images import Image
+from molt.data.messages import ROLES, TURN_KEY, Message, image_part, text_part
 from molt.data.prompts import Prompt
 from molt.errors import AgentError
 from molt.rollout.engine import FinishReason
@@ -36,6 +37,8 @@ class StopReason(StrEnum):
     """rollout.max_turns model calls were made."""
     CONTEXT = "context"
     """No room was left below data.max_len."""
+    IMAGES = "images"
+    """data.max_images was reached, or the policy itself wrote what stands for an image, so that no further one can be told from it."""
     AGENT = "agent"
     """The agent said truncated."""
     TIMEOUT = "timeout"
@@ -59,6 +62,13 @@ class Tool:
         }
 
 
+def content_of(parts: Sequence[str | Image]) -> str | list[dict[str, Any]]:
+    """The content of a message: a text, or parts where there is an image among them."""
+    if all(isinstance(part, str) for part in parts):
+        return "".join(str(part) for part in parts)
+    return [image_part(part) if isinstance(part, Image) else text_part(part) for part in parts]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """Messages that come next in the chat: role user, tool or (first only) system. Never role assistant."""
@@ -66,20 +76,21 @@ class Observation:
     messages: tuple[Message, ...]
 
     @classmethod
-    def user(cls, text: str) -> Observation:
-        """One user message."""
-        return cls(messages=({"role": "user", "content": text},))
+    def user(cls, *parts: str | Image) -> Observation:
+        """One user message of texts and images, in order."""
+        return cls(messages=({"role": "user", "content": content_of(parts)},))
 
     @classmethod
-    def tool(cls, *results: str, call_ids: Sequence[str] = ()) -> Observation:
-        """The results of one run of tool calls, in the order of the calls."""
+    def tool(cls, *results: str | Image | Sequence[str | Image], call_ids: Sequence[str] = ()) -> Observation:
+        """The results of one run of tool calls, in the order of the calls. A result of several parts is a list of texts and images."""
         if call_ids and len(call_ids) != len(results):
             raise AgentError(f"call_ids has {len(call_ids)} entries for {len(results)} results; give one for each, or none")
         ids: Sequence[str | None] = call_ids or [None] * len(results)
         return cls(
             messages=tuple(
-                {"role": "tool", "content": text} | ({"tool_call_id": call_id} if call_id else {})
-                for text, call_id in zip(results, ids, strict=True)
+                {"role": "tool", "content": content_of((result,) if isinstance(result, str | Image) else result)}
+                | ({"tool_call_id": call_id} if call_id else {})
+                for result, call_id in zip(results, ids, strict=True)
             )
         )
 
@@ -239,12 +250,24 @@ def graded_cut(reason: StopReason, earned: float | None) -> Result | None:
     return Result(terminated=False, truncated=True, reward=None if earned is not None else 0.0)
 
 
+def _is_content(content: Any) -> bool:
+    """Whether it is a text, or parts that are texts and images."""
+    if not isinstance(content, list):
+        return isinstance(content, str)
+    kinds = {"text": ("text", str), "image": ("image", Image)}
+    known = [(part, kinds[part["type"]]) for part in content if isinstance(part, dict) and part.get("type") in kinds]
+    return len(known) == len(content) > 0 and all(isinstance(part.get(key), kind) for part, (key, kind) in known)
+
+
 def check_messages(messages: Sequence[Message]) -> None:
     """Refuse messages that no chat can hold before the policy speaks."""
     if not messages:
         raise AgentError("there are no messages; give at least one")
     for place, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-            raise AgentError(f"messages[{place}] is {message!r}; it must be an object with a role of {', '.join(sorted(ROLES))} and a text")
+        if not isinstance(message, dict) or message.get("role") not in ROLES or not _is_content(message.get("content")):
+            raise AgentError(
+                f"messages[{place}] is {message!r}; it must be an object with a role of {', '.join(sorted(ROLES))} and a text, "
+                "or parts of text and Image"
+            )
     if messages[-1]["role"] == "assistant":
         raise AgentError("the messages end with an assistant message; they must end before the policy speaks")

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from molt.agents.env import AgentRunner, Env, Observation, Result, StopReason, check_messages
+from molt.agents.media import media_payloads, segment_media
 from molt.agents.policy import EpisodeLimits, Generate, LimitReached, Policy
 from molt.agents.render import ChatRenderer
 from molt.agents.routing import routing_payload
@@ -65,7 +66,7 @@ class Episode:
 
     segments: tuple[Segment, ...]
     payloads: tuple[Payload, ...]
-    """Routed experts that the segments name."""
+    """Routed experts, images and tensors that the segments name, each once."""
     reward: float | None
     """None: unscorable."""
     outcome: float | None
@@ -262,7 +263,7 @@ def _finished(
     stop_reason = StopReason.MAX_TOKENS if is_cut and said_by_agent else progress.stop_reason
     reward = None if progress.unscorable else progress.earned
     drafts = policy.builder.segments
-    payloads = [routing_payload(draft) for draft in drafts]
+    routes = [routing_payload(draft) for draft in drafts]
     finished_at = time.time()
     segments = [
         Segment(
@@ -293,14 +294,16 @@ def _finished(
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
             routing_digest=payload.payload_digest if payload else None,
+            media=segment_media(draft),
             started_at=started_at,
             finished_at=finished_at,
         )
-        for index, (draft, payload) in enumerate(zip(drafts, payloads, strict=True))
+        for index, (draft, payload) in enumerate(zip(drafts, routes, strict=True))
     ]
+    payloads = [payload for payload in routes if payload] + media_payloads(drafts)
     return Episode(
         segments=tuple(segments),
-        payloads=tuple(payload for payload in payloads if payload),
+        payloads=tuple(payloads),
         reward=reward,
         outcome=progress.outcome,
         stop_reason=stop_reason,

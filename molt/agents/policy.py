@@ -12,12 +12,14 @@ from molt.agents.conversation import CallPrompt, Conversation
 from molt.agents.env import Action, StopReason, check_messages
 from molt.agents.render import ChatRenderer
 from molt.agents.segments import SegmentBuilder
-from molt.data.messages import Message
+from molt.data.images import MAX_PIXELS, Image
+from molt.data.messages import Message, images_of
+from molt.data.processor import contract
 from molt.errors import AgentError, EngineError, MoltError
 from molt.rollout.engine import FinishReason, Generation, Sampling
 
-Generate = Callable[[str, Sequence[int], Sampling], Awaitable[Generation]]
-"""(request_id, prompt_ids, sampling) -> Generation."""
+Generate = Callable[[str, Sequence[int], Sampling, Sequence[Image]], Awaitable[Generation]]
+"""(request_id, prompt_ids, sampling, images) -> Generation, as Engine.generate."""
 
 MAX_CONTINUATIONS = 16
 """Times that one call is taken up again after the engine cut it."""
@@ -31,6 +33,9 @@ class EpisodeLimits:
     max_len: int
     """Longest segment in tokens."""
     timeout_s: float
+    max_images: int = 8
+    """Most images in one prompt."""
+    max_image_pixels: int = MAX_PIXELS
 
 
 class LimitReached(BaseException):
@@ -86,6 +91,7 @@ class Policy:
         self.is_waiting = True
         try:
             check_messages(messages)
+            self._check_images(images_of(messages))
             prompt = self._conversation.prompt(messages)
             generation = await self._sample(prompt, self._budget(prompt, max_new_tokens))
             self.builder.add(prompt, generation, self.num_turns)
@@ -100,6 +106,28 @@ class Policy:
         # A call that sampled nothing is no turn: nothing continues it.
         text = self._conversation.add(messages, prompt, generation.token_ids, number=turn).text if len(generation.token_ids) else ""
         return Action(text=text, token_ids=generation.token_ids, finish_reason=generation.finish_reason, turn=turn)
+
+    def _check_images(self, images: Sequence[Image]) -> None:
+        """Stop before a call with too many images; refuse one that is too large."""
+        if len(images) > self._limits.max_images:
+            if not self.builder.segments:
+                self.too_long = f"the first prompt has {len(images)} images, data.max_images={self._limits.max_images}"
+            self._stop(StopReason.IMAGES)
+        for image in images:
+            if image.width * image.height > self._limits.max_image_pixels:
+                raise AgentError(
+                    f"an image has {image.width} x {image.height} pixels, data.max_image_pixels={self._limits.max_image_pixels}; scale it"
+                )
+
+    def _sent(self, prompt: CallPrompt) -> list[int]:
+        """The prompt as the engine is sent it: one placeholder for each image."""
+        processor = self._conversation.renderer.processor
+        if processor is None or not prompt.images:
+            return prompt.token_ids.tolist()
+        sent = contract(prompt.token_ids, prompt.images, processor.placeholder_id)
+        if int((sent == processor.placeholder_id).sum()) != len(prompt.images):
+            self._stop(StopReason.IMAGES)  # the policy wrote one itself, in an earlier turn
+        return sent.tolist()
 
     def _budget(self, prompt: CallPrompt, asked: int | None) -> int:
         """Tokens that this call may sample."""
@@ -117,7 +145,8 @@ class Policy:
     async def _sample(self, prompt: CallPrompt, budget: int) -> Generation:
         """One call; a call that the engine cut goes on from the tokens it has, within the same budget and the same turn."""
         parts: list[Generation] = []
-        prompt_ids = prompt.token_ids.tolist()
+        prompt_ids = self._sent(prompt)
+        images = [placed.expansion.image for placed in prompt.images]
         routes_from = self.builder.num_routed(prompt)
         for part_number in range(MAX_CONTINUATIONS):
             done_ids = [int(token_id) for part in parts for token_id in part.token_ids]
@@ -125,15 +154,20 @@ class Policy:
             sampling = replace(
                 self._sampling, max_new_tokens=budget - len(done_ids), seed=call_seed(self._seed, request_id), routes_from=routes_from
             )
-            part = await self._generate(request_id, prompt_ids + done_ids, sampling)
+            part = await self._generate(request_id, prompt_ids + done_ids, sampling, images)
             parts.append(part)
             if part.routed_experts is not None:
                 routes_from = part.routes_from + len(part.routed_experts)
             if part.finish_reason is not FinishReason.ABORT:
                 return join_generations(parts)
-            if len(done_ids) + len(part.token_ids) >= budget:
+            if len(done_ids) + len(part.token_ids) >= budget or self._writes_image(prompt, part):
                 return replace(join_generations(parts), finish_reason=FinishReason.LENGTH)
         raise EngineError(f"call {self._rollout_id}/{self.num_turns} was cut {MAX_CONTINUATIONS} times before it finished")
+
+    def _writes_image(self, prompt: CallPrompt, part: Generation) -> bool:
+        """Whether a part that was cut holds what stands for an image, so that it cannot be sent again beside images."""
+        processor = self._conversation.renderer.processor
+        return processor is not None and bool(prompt.images) and processor.placeholder_id in part.token_ids
 
 
 def call_seed(seed: int, request_id: str) -> int:
@@ -155,4 +189,15 @@ def join_generations(parts: Sequence[Generation]) -> Generation:
         finish_reason=parts[-1].finish_reason,
         routed_experts=np.concatenate([part.routed_experts for part in told]) if told else None,
         routes_from=told[0].routes_from if told else 0,
+        prompt_ids=_first_prompt(parts),
     )
+
+
+def _first_prompt(parts: Sequence[Generation]) -> np.ndarray | None:
+    """The prompt as the engine consumed it, from the first part that tells; later parts were sent what the earlier ones sampled too."""
+    num_done = 0
+    for part in parts:
+        if part.prompt_ids is not None:
+            return part.prompt_ids[: len(part.prompt_ids) - num_done]
+        num_done += len(part.token_ids)
+    return None

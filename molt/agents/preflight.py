@@ -90,7 +90,7 @@ def check_lengths(prompts: PromptSet, renderer: ChatRenderer, *, max_len: int) -
     too_long: list[tuple[int, int]] = []
     for prompt in prompts:
         try:
-            length = len(renderer.layout(prompt.messages, {}).gaps[0].token_ids)
+            length = renderer.length(prompt.messages)
         except AgentError as error:
             raise SettingError(f"prompt {prompt.prompt_index} cannot be rendered: {error}") from error
         if length >= max_len:

@@ -12,9 +12,9 @@ A stop id that was sampled takes the place of the end-of-turn marker that the te
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,12 @@ from molt.agents.sentinels import ARGUMENTS, CONTENT, REASONING, Sentinels
 from molt.agents.template import ChatTemplate, ReasoningForm, common_length
 from molt.agents.tokenizer import Tokenizer
 from molt.config import DataSettings
-from molt.data.messages import Message
+from molt.data.images import Image
+from molt.data.messages import Message, images_of, texts_of
+from molt.data.processor import ImageProcessor, PlacedImage
 from molt.errors import AgentError, SettingError
 from molt.log.rows import TokenSource
+from molt.model_shape import IMAGE_FAMILIES, REFUSED_FAMILIES, model_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,8 @@ class Piece:
     """(N,) int32."""
     sources: tuple[tuple[TokenSource, int], ...]
     """Runs (source, length) in order; the lengths sum to N."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images in order, by their place in token_ids, which hold them expanded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +85,11 @@ class ChatRenderer:
         template: str | None = None,
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
+        """processor: of a model that takes images."""
         self.tokenizer = tokenizer
+        self.processor = processor
         source = template if template is not None else tokenizer.template
         if not source:
             raise SettingError(
@@ -103,7 +111,8 @@ class ChatRenderer:
         template = None
         if not settings.apply_chat_template:
             template = (tokenizer.inner.bos_token if tokenizer.adds_bos else "") + PLAIN_TEMPLATE
-        return cls(tokenizer, template=template, tools=runner.tools, template_kwargs=runner.template_kwargs)
+        processor = ImageProcessor.load(tokenizer.name)
+        return cls(tokenizer, template=template, tools=runner.tools, template_kwargs=runner.template_kwargs, processor=processor)
 
     @property
     def tokenizer_digest(self) -> str:
@@ -159,6 +168,11 @@ class ChatRenderer:
         """
         if self.template.shows_result_ids:
             _check_call_ids(messages, turns)
+        if self.processor is None and (num_images := len(images_of(messages))):
+            raise AgentError(
+                f"the messages hold {num_images} images, and {self.tokenizer.name} is no model whose images are supported "
+                f"({no_images(self.tokenizer.name)}); leave them out, or take another model"
+            )
         sentinels = Sentinels.apart_from(messages)
         shown = sentinels.stand_ins(messages, {place: turn.reasoning_ids > 0 for place, turn in turns.items()}, self.template)
         text = self.text(shown, add_generation_prompt=add_generation_prompt)
@@ -174,10 +188,11 @@ class ChatRenderer:
             if turn.has_stop:
                 end = self.template.turn_end_at(text, end, self.tokenizer.decode(turn.token_ids[-1:]))
             regions.append((start, end, place, 0 if has_reasoning else turn.reasoning_ids))
+        images = self._shown_images(messages, text)
         sources = self._sources(messages, {place: end for _, end, place, _ in regions}, text)
         gaps, position = [], 0
         for start, end, _, _ in [*regions, (len(text), len(text), -1, 0)]:
-            gaps.append(self._piece(text, position, start, sources))
+            gaps.append(self._piece(text, position, start, sources, images))
             position = end
         return Layout(
             text=text,
@@ -185,6 +200,28 @@ class ChatRenderer:
             turns=tuple(place for _, _, place, _ in regions),
             num_dropped=tuple(dropped for _, _, _, dropped in regions),
         )
+
+    def length(self, messages: Sequence[Message]) -> int:
+        """Tokens of a first prompt. Images are measured by their size, so that a whole data set is looked through quickly."""
+        images = images_of(messages)
+        if self.processor is None or not images:
+            return len(self.layout(messages, {}).gaps[0].token_ids)
+        text = self.text(messages, add_generation_prompt=True)
+        self._shown_images(messages, text)
+        return len(self.tokenizer.encode(text)) + sum(self.processor.length(image) - 1 for image in images)
+
+    def _shown_images(self, messages: Sequence[Message], text: str) -> Iterator[Image]:
+        """The images of a chat in the order of the render, one for each placeholder in it. Sampled turns are not in the render."""
+        if self.processor is None:
+            return iter(())
+        images = images_of(messages)
+        placeholder = self.processor.placeholder
+        for place, message in enumerate(messages):
+            if any(placeholder in said for said in texts_of(message.get("content"))) and text.count(placeholder) != len(images):
+                raise AgentError(f"messages[{place}] spells {placeholder}, which stands for an image; write it another way")
+        if text.count(placeholder) != len(images):
+            raise AgentError(f"the chat template shows {text.count(placeholder)} of {len(images)} images; use another template")
+        return iter(images)
 
     def _region(self, shown: Sequence[Message], place: int, text: str, sentinels: Sentinels) -> tuple[int, int]:
         """Where the turn at that place stands in the render: from its first word to before its end-of-turn marker."""
@@ -227,27 +264,32 @@ class ChatRenderer:
             if place in turn_ends:
                 position = max(position, turn_ends[place])
                 continue
-            content = str(message.get("content") or "").strip()
-            start = text.find(content, position) if content else -1
-            if start < 0 and content and content in text:
-                start = text.index(content)
-            if start < 0:
-                is_required = content and (place > first_turn or message["role"] in ("user", "tool"))
-                if is_required and not _is_shown(content, text):
-                    raise AgentError(f"the chat template loses messages[{place}] of role {message['role']}; give it as another role")
-                continue
-            position = max(position, start + len(content))
-            ranges.append((start, start + len(content), _source(message["role"], is_first=place < first_turn)))
+            for content in (said.strip() for said in texts_of(message.get("content"))):
+                start = text.find(content, position) if content else -1
+                if start < 0 and content and content in text:
+                    start = text.index(content)
+                if start < 0:
+                    is_required = content and (place > first_turn or message["role"] in ("user", "tool"))
+                    if is_required and not _is_shown(content, text):
+                        raise AgentError(f"the chat template loses messages[{place}] of role {message['role']}; give it as another role")
+                    continue
+                position = max(position, start + len(content))
+                ranges.append((start, start + len(content), _source(message["role"], is_first=place < first_turn)))
         return sorted(ranges)
 
-    def _piece(self, text: str, start: int, end: int, sources: Sequence[tuple[int, int, TokenSource]]) -> Piece:
+    def _piece(self, text: str, start: int, end: int, sources: Sequence[tuple[int, int, TokenSource]], images: Iterator[Image]) -> Piece:
         token_ids, places = self.encode_inside(text, start, end)
         codes = np.full(len(token_ids), _SOURCES.index(TokenSource.TEMPLATE), np.int8)
         for first, last, source in sources:
             codes[np.searchsorted(places, first) : np.searchsorted(places, last)] = _SOURCES.index(source)
+        placed: tuple[PlacedImage, ...] = ()
+        if self.processor is not None:
+            is_image = token_ids == self.processor.placeholder_id
+            token_ids, placed = self.processor.expand(token_ids, list(islice(images, int(is_image.sum()))))
+            codes = _with_images(codes, is_image, placed)
         edges = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)] if len(codes) else []
         runs = tuple((_SOURCES[codes[start]], end - start) for start, end in pairwise(edges))
-        return Piece(token_ids=token_ids, sources=runs)
+        return Piece(token_ids=token_ids, sources=runs, images=placed)
 
     def encode_inside(self, text: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of text[start:end] as they are inside the render, and the character of the render at which each begins."""
@@ -260,6 +302,23 @@ class ChatRenderer:
         token_ids, places = self.tokenizer.encode_with_offsets(anchor + part)
         num_anchor = int(np.searchsorted(places, len(anchor)))
         return token_ids[num_anchor:], places[num_anchor:] - len(anchor) + start
+
+
+def no_images(name: str) -> str:
+    """Why a model's images are not supported."""
+    kind = model_type(name)
+    return REFUSED_FAMILIES.get(kind, f"model_type {kind or 'unknown'}; supported: {', '.join(IMAGE_FAMILIES)}")
+
+
+def _with_images(codes: np.ndarray, is_image: np.ndarray, placed: Sequence[PlacedImage]) -> np.ndarray:
+    """Codes of sources of expanded ids: features are of the image, the markers around them glue."""
+    counts = np.ones(len(codes), np.int64)
+    counts[is_image] = [len(item.expansion.token_ids) for item in placed]
+    expanded = np.repeat(codes, counts)
+    for item in placed:
+        codes_of = np.where(item.expansion.is_feature, _SOURCES.index(TokenSource.IMAGE), _SOURCES.index(TokenSource.TEMPLATE))
+        expanded[item.position : item.end] = codes_of
+    return expanded
 
 
 def _check_call_ids(messages: Sequence[Message], turns: Mapping[int, SampledTurn]) -> None:

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from molt.agents.conversation import CallPrompt
+from molt.data.processor import PlacedImage
 from molt.errors import LineageError
 from molt.log.rows import Span, TokenSource
 from molt.rollout.engine import FinishReason, Generation
@@ -38,6 +39,8 @@ class SegmentDraft:
     spans: list[Span] = field(default_factory=list)
     routing: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(length of the prompt, position of the first row, routed experts) of each call."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images by their place in token_ids."""
 
     @property
     def num_routed(self) -> int:
@@ -76,6 +79,7 @@ class SegmentBuilder:
         missing = np.full(len(prompt.token_ids) - known, np.nan, np.float32)
         draft.logprobs = np.concatenate([draft.logprobs, missing, np.asarray(generation.logprobs, np.float32)])
         draft.spans += spans
+        draft.images = prompt.images
         if generation.routed_experts is not None:
             draft.routing.append((len(prompt.token_ids), generation.routes_from, generation.routed_experts))
         self.num_sampled += len(sampled)
@@ -117,6 +121,15 @@ def _check(prompt: CallPrompt, generation: Generation, stop_ids: np.ndarray) -> 
         length = len(getattr(generation, name))
         if length != count:
             raise LineageError(f"the engine gave {count} ids and {length} {name}; all per-token columns must be as long")
+    consumed = generation.prompt_ids
+    if prompt.images and consumed is None:
+        raise LineageError("the prompt of a call holds images, and the engine did not say which ids it made of them")
+    if consumed is not None and not np.array_equal(consumed, prompt.token_ids):
+        place = first_difference(np.asarray(consumed), prompt.token_ids)
+        raise LineageError(
+            f"the engine consumed {len(consumed)} prompt ids where {len(prompt.token_ids)} were meant, first different at {place}; "
+            "engine and agent expand images differently"
+        )
     bad = np.flatnonzero(~np.isfinite(generation.logprobs) | (generation.logprobs > MAX_LOGPROB))
     if len(bad):
         value = float(generation.logprobs[bad[0]])

@@ -76,8 +76,11 @@ class ChatTemplate:
     def _normal(self, message: Message) -> Message:
         """The message in the forms that this template takes."""
         shown = dict(message)
-        if self.has_parts and isinstance(shown.get("content"), str):
-            shown["content"] = [{"type": "text", "text": shown["content"]}]
+        content = shown.get("content")
+        if self.has_parts and isinstance(content, str):
+            shown["content"] = [{"type": "text", "text": content}]
+        elif isinstance(content, list):
+            shown["content"] = [{"type": "image"} if part["type"] == "image" else part for part in content]
         if shown.get("tool_calls"):
             shown["tool_calls"] = [self._normal_call(call) for call in shown["tool_calls"]]
         return shown

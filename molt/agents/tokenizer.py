@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from molt.data.processor import PROCESSOR_FILES
 from molt.errors import SettingError
 
 TOKENIZER_FILES = (
@@ -33,7 +34,7 @@ class Tokenizer:
         self.inner = inner
         self.name = name
         self.digest = digest
-        """blake2b-128 hex of the tokenizer files."""
+        """blake2b-128 hex of the tokenizer files, and of an image processor's."""
         self.end_ids = tuple(end_ids)
         """Ids that end a generation by the model's own generation_config.json."""
         # Every call of a rollout renders the whole chat again, and the members of a group share their prompt.
@@ -60,7 +61,7 @@ class Tokenizer:
         if not inner.is_fast:
             raise SettingError(f"actor.model_name_or_path={path}, its tokenizer is not a fast one; {way_out}")
         digest = hashlib.blake2b(digest_size=16)
-        for file in files:
+        for file in [*files, *(folder / name for name in PROCESSOR_FILES if (folder / name).is_file())]:
             data = file.read_bytes()
             digest.update(f"{file.name}\0{len(data)}\0".encode())
             digest.update(data)

@@ -12,7 +12,8 @@ from typing import Any
 import orjson
 
 from molt.config import DataSettings
-from molt.data.messages import Message, normal_messages
+from molt.data.images import Image, ImageReader
+from molt.data.messages import Message, images_of, normal_messages, texts_of
 from molt.data.rows import Row, read_rows
 from molt.errors import DataError
 
@@ -37,6 +38,11 @@ class Prompt:
     """What the grader needs; null when the set has none."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """The other keys of the row."""
+
+    @property
+    def images(self) -> list[Image]:
+        """The images in its messages, in order."""
+        return images_of(self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,7 @@ class PromptSet:
             try:
                 if row.values is None:
                     raise ValueError(row.problem)
-                prompt, has_label = _prompt(row.values, len(prompts), settings)
+                prompt, has_label = _prompt(row.values, len(prompts), settings, row.folder)
             except ValueError as error:
                 problems.append(f"{row.place}: {error}")
                 continue
@@ -101,7 +107,7 @@ def _refuse(path: str | Path, setting: str, problems: list[str], num_good: int, 
     raise DataError(f"{setting}={path}, {len(problems)} of {total} rows are malformed; {way_out}:\n  {listed}{more}")
 
 
-def _prompt(values: dict[str, Any], index: int, settings: DataSettings) -> tuple[Prompt, bool]:
+def _prompt(values: dict[str, Any], index: int, settings: DataSettings, folder: Path) -> tuple[Prompt, bool]:
     key = settings.messages_key if _get(values, settings.messages_key)[0] else settings.input_key
     is_found, value = _get(values, key)
     if not is_found:
@@ -109,17 +115,24 @@ def _prompt(values: dict[str, Any], index: int, settings: DataSettings) -> tuple
             f"neither data.messages_key={settings.messages_key} nor data.input_key={settings.input_key} is there; "
             f"its keys are {', '.join(sorted(values)) or 'none'}"
         )
-    messages = normal_messages(value, key)
+    has_images, column = _get(values, settings.images_key)
+    images = ImageReader(
+        column if has_images else None, folder=folder, max_images=settings.max_images, max_pixels=settings.max_image_pixels
+    )
+    messages = normal_messages(value, key, images)
+    images.finish()
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{key} ends with an assistant message; a prompt ends before the policy speaks")
-    if all(PLACEHOLDER.fullmatch(message["content"]) for message in messages):
-        raise ValueError(f"{key} is empty or a placeholder: {messages[-1]['content'][:40]!r}")
+    texts = [text for message in messages for text in texts_of(message["content"])]
+    if not images.num_images and all(PLACEHOLDER.fullmatch(text) for text in texts):
+        raise ValueError(f"{key} is empty or a placeholder: {texts[-1][:40]!r}")
     if settings.system_prompt is not None and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": settings.system_prompt}, *messages)
     has_label, label = _get(values, settings.label_key)
-    used = {name for name in (key, settings.label_key) if "." not in name}
+    used = {name for name in (key, settings.label_key, *([settings.images_key] if images.num_images else [])) if "." not in name}
     extras = {name: item for name, item in values.items() if name not in used}
-    content = orjson.dumps([messages, label, extras], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=_plain)
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS
+    content = orjson.dumps([messages, label, extras], option=options, default=_plain)
     prompt_id = hashlib.blake2b(content, digest_size=16).hexdigest()
     return Prompt(prompt_id=prompt_id, prompt_index=index, messages=messages, label=label, extras=extras), has_label
 
@@ -143,4 +156,6 @@ def _get(values: Mapping[str, Any], key: str) -> tuple[bool, Any]:
 
 def _plain(value: Any) -> Any:
     """JSON form of what Parquet cells may hold and JSON does not."""
+    if isinstance(value, Image):
+        return {"digest": value.digest}
     return value.hex() if isinstance(value, bytes) else str(value)

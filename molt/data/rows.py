@@ -22,6 +22,8 @@ class Row:
     """file:line, or file:row (from 1) where there are no lines."""
     values: dict[str, Any] | None
     problem: str | None = None
+    folder: Path = Path()
+    """Where the file lies: paths in the row are relative to it."""
 
 
 def read_rows(path: str | Path, setting: str) -> Iterator[Row]:
@@ -59,7 +61,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
         if not isinstance(values, dict):
             yield Row(place=place, values=None, problem=f"a row is a JSON object, this is {_start(line)}")
             continue
-        yield Row(place=place, values=values)
+        yield Row(place=place, values=values, folder=file.parent)
 
 
 def _json_problem(line: bytes, error: Exception, *, is_torn: bool) -> str:
@@ -89,7 +91,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
         for batch in reader.iter_batches(batch_size=1024):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(place=f"{file}:{number}", values=values)
+                yield Row(place=f"{file}:{number}", values=values, folder=file.parent)
     except (pa.ArrowException, OSError, NotImplementedError) as error:
         raise DataError(f"{file} cannot be read as Parquet ({type(error).__name__}: {str(error).splitlines()[0]})") from error
 
@@ -101,7 +103,7 @@ def _arrow_rows(file: Path) -> Iterator[Row]:
             for batch in pa.ipc.open_stream(source):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(place=f"{file}:{number}", values=values)
+                    yield Row(place=f"{file}:{number}", values=values, folder=file.parent)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as an Arrow stream ({type(error).__name__}: {str(error).splitlines()[0]})") from error
 

@@ -62,6 +62,7 @@ async def _take(house: House, leader: Leader, source: WeightSource, *, step: int
             resume_s=times.resume_s,
             size_bytes=times.size_bytes,
             num_in_flight=times.num_in_flight,
+            caches=list(times.caches),
         )
     )
     leader.serve(source.policy_version)

@@ -7,10 +7,10 @@ replay   read -> train -> compare with what is there, bit for bit; the first dif
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,12 +18,14 @@ import torch
 from molt.admission.plan import StepPlan
 from molt.algo.correction import Gate
 from molt.config import Config
-from molt.errors import CorruptLogError, ReplayMismatchError
+from molt.errors import CorruptLogError, LineageError, ReplayMismatchError
 from molt.learn.ahead import RowsAhead
+from molt.learn.packing import RowImages
 from molt.learn.result import RecordedStep, StepResult
 from molt.learn.rows import MicroBatch, Row
 from molt.learn.step import Step
-from molt.log.rows import Event, Score, event, payload_name
+from molt.log.batch import SOURCES
+from molt.log.rows import Event, Score, TokenSource, event, payload_name
 
 if TYPE_CHECKING:
     from molt.log.cut import Cut
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 Write = Callable[[], None]
 """Writes what was prepared; returns when it is durable."""
 
+IMAGE = SOURCES.index(TokenSource.IMAGE)
+"""Code of the source of image tokens."""
 COMPARED = ("trainer_logprobs", "reference_logprobs", "teacher_logprobs", "values", "advantages", "gate_weights")
 """Score columns that replay compares."""
 
@@ -149,9 +153,11 @@ def read_rows(reader: LogReader, segment_ids: Sequence[str], *, wants_routes: bo
         return []
     cut = reader.cut()
     batch = cut.segments(list(segment_ids))
-    names = ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode", "routing_digest")
+    names = ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode", "routing_digest", "media")
     scalars = {name: batch.column(name).to_pylist() for name in names}
-    routes = read_routes(cut, [digest for digest in scalars["routing_digest"] if digest is not None]) if wants_routes else {}
+    routes = read_arrays(cut, [digest for digest in scalars["routing_digest"] if digest is not None]) if wants_routes else {}
+    media = [cell or () for cell in scalars["media"]]
+    tensors = read_arrays(cut, [m["payload_digest"] for cell in media for m in cell if m["name"] != "image"])
     return [
         Row(
             segment_id=scalars["segment_id"][place],
@@ -165,13 +171,28 @@ def read_rows(reader: LogReader, segment_ids: Sequence[str], *, wants_routes: bo
             top_k=scalars["top_k"][place],
             logprobs_mode=scalars["logprobs_mode"][place],
             routes=routes.get(scalars["routing_digest"][place]),
+            images=row_images(batch.source_T[low:high] == IMAGE, media[place], tensors),
         )
         for place, (low, high) in enumerate(pairwise(batch.offsets_S))
     ]
 
 
-def read_routes(cut: Cut, digests: Sequence[str]) -> dict[str | None, np.ndarray]:
-    """Routed experts by payload digest, each checked against its name. # (tokens, M, K)"""
+def row_images(is_feature: np.ndarray, media: Sequence[Mapping[str, Any]], tensors: Mapping[str | None, np.ndarray]) -> RowImages | None:
+    """Images of one row from its column `media`; None without any. LineageError when image tokens lie outside every image."""
+    if not media:
+        return None
+    by_image = groupby(media, key=lambda medium: (medium["position"], medium["len"]))
+    images = [({m["name"]: tensors[m["payload_digest"]] for m in group if m["name"] != "image"}, place) for place, group in by_image]
+    num_inside = sum(int(is_feature[position : position + length].sum()) for _, (position, length) in images)
+    if num_inside != int(is_feature.sum()):
+        raise LineageError(f"{int(is_feature.sum())} image tokens, {num_inside} of them inside the {len(images)} images of the segment")
+    return RowImages(
+        is_feature=is_feature, tensors=tuple(found for found, _ in images), digests=tuple(medium["payload_digest"] for medium in media)
+    )
+
+
+def read_arrays(cut: Cut, digests: Sequence[str]) -> dict[str | None, np.ndarray]:
+    """Arrays of payloads by digest, each checked against its name: routed experts (tokens, M, K), processor tensors (tiles, ...)."""
     if not digests:
         return {}
     named = ", ".join(f"'{digest}'" for digest in sorted(set(digests)))

@@ -29,22 +29,24 @@ class Parameters:
 def count_parameters(folder: str | Path) -> Parameters:
     """Count them as transformers builds the model. Raises SettingError for a model that it does not know."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from molt.rollout.vision import model_class
 
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config)
+            lm = model_class(config).from_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise SettingError(f"actor.model_name_or_path={folder}, transformers cannot build it: {error}") from error
-    from molt.learn.model import decoder_blocks
+    from molt.learn.model import all_blocks
 
     sizes = {name: parameter.numel() for name, parameter in lm.named_parameters()}
     embedding = lm.get_input_embeddings().weight
     head = lm.get_output_embeddings()
     layers = [
         (sum(p.numel() for p in block.parameters()), sum(p.numel() for name, p in block.named_parameters() if ".experts." in name))
-        for block in decoder_blocks(lm)
+        for block in all_blocks(lm)
     ]
     layer, layer_experts = max(layers, default=(0, 0))
     uncut = sum(p.numel() for name, p in lm.named_parameters() if p.dim() < 2 or name.endswith((".gate.weight", ".router.weight")))

@@ -17,14 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from molt.config import ActorSettings, FsdpSettings
-from molt.errors import SettingError
+from molt.errors import LineageError, SettingError
 from molt.learn import attention, automodel, streamed
 from molt.learn.context import Cut, cut
 from molt.learn.logprob import head_logprobs, logits_logprobs
 from molt.learn.mesh import RankMesh
-from molt.learn.packing import Packed
+from molt.learn.packing import Packed, RowImages
 from molt.learn.routes import Routes
 from molt.learn.tensor_parallel import local_head
+from molt.model_shape import IMAGE_FAMILIES, takes_images
+from molt.rollout.vision import blank_tensors, eyes, features_per_tile, has_eyes, image_features, model_class
 
 
 class TokenScorer(nn.Module):
@@ -48,6 +50,8 @@ class TokenScorer(nn.Module):
         head = lm.get_output_embeddings()
         self.has_plain_head = isinstance(head, nn.Linear) and not _scales_logits(lm.config)
         self.inner_head = InnerHead(head) if self.has_plain_head and isinstance(lm, FSDPModule) else None
+        self.has_eyes = has_eyes(lm)
+        """Whether it takes images."""
 
     def forward(self, packed: Packed, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probs and (N,) entropies, nats, float32; the entropies are zeros unless wanted."""
@@ -94,7 +98,35 @@ class TokenScorer(nn.Module):
         inputs: dict[str, Any] = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
         if self.takes_cache:
             inputs["use_cache"] = False
+        if self.has_eyes:
+            inputs["inputs_embeds"] = self._embeddings(packed)
+            del inputs["input_ids"]
         return inputs | self._attention_inputs(packed, part)
+
+    def check_images(self, images: RowImages, where: str) -> None:
+        """LineageError for images that this model cannot take, or whose features are not as many as their tokens."""
+        if not self.has_eyes:
+            raise LineageError(f"{where}: it has images, and the model takes none")
+        num_tiles = sum(len(next(iter(tensors.values()))) for tensors in images.tensors)
+        num_tokens, num_features = int(images.is_feature.sum()), num_tiles * features_per_tile(self.lm)
+        if num_tokens != num_features:
+            raise LineageError(
+                f"{where}: {num_tokens} image tokens, and the trainer makes {num_features} features of its {num_tiles} tiles; "
+                "engine and trainer disagree about images"
+            )
+
+    def _embeddings(self, packed: Packed) -> torch.Tensor:
+        """(1, L, D): embeddings of the ids, features of images in their places. A pass without images looks at a blank tile, so that
+        every rank runs the same layers and has the same gradients."""
+        embeds_LD = self.lm.get_input_embeddings()(packed.input_ids)[0]
+        tensors = packed.image_tensors or blank_tensors(self.lm, embeds_LD.device)
+        is_learning = torch.is_grad_enabled() and any(p.requires_grad for module in eyes(self.lm) for p in module.parameters())
+        with torch.set_grad_enabled(is_learning):
+            features_FD = image_features(self.lm, tensors).to(embeds_LD.dtype)
+        if packed.feature_F is None:
+            return (embeds_LD + 0.0 * features_FD.sum())[None] if is_learning else embeds_LD[None]
+        assert len(features_FD) == len(packed.feature_F), f"{len(packed.feature_F)} image tokens for {len(features_FD)} features"
+        return embeds_LD.index_copy(0, packed.feature_F, features_FD)[None]
 
     def _attention_inputs(self, packed: Packed, part: Cut | None) -> dict[str, Any]:
         """What the attention needs to keep rows apart."""
@@ -181,23 +213,27 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings, *, is_deferr
     of the model and the files allow it.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
     if not (Path(path) / "config.json").is_file():
         raise SettingError(f"actor.model_name_or_path={path}, it holds no config.json; give a folder with a Hugging Face model")
-    if uses_automodel(actor, fsdp):
+    if uses_automodel(actor, fsdp) and not takes_images(path):
         lm, name = automodel.load_automodel(path, actor, fsdp)
         prepare(lm, actor)
         return TokenScorer(lm, attention_name=name)
     name = attention_name(fsdp)
     attention.register()
     try:
-        empty = streamed.empty_model(Path(path), attention=name) if is_deferred else None
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        has_images = config.model_type in IMAGE_FAMILIES
+        empty = streamed.empty_model(Path(path), attention=name) if is_deferred and not has_images else None
         lm = empty
         if lm is None:
-            lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=name, local_files_only=True)
+            # Rows are kept apart among tokens; the tiles of an image are a batch of their own.
+            attention_of: Any = {"text_config": name, "vision_config": "sdpa"} if has_images else name
+            lm = model_class(config).from_pretrained(path, dtype=torch.float32, attn_implementation=attention_of, local_files_only=True)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise SettingError(f"actor.model_name_or_path={path}, the model does not load: {error}") from error
     prepare(lm, actor)
@@ -225,13 +261,16 @@ def prepare(lm: Any, actor: ActorSettings) -> None:
             module.attention_dropout = 0.0
     if actor.freeze_moe_router:
         freeze_router(lm)
+    if has_eyes(lm) and actor.freeze_vision:
+        for module in eyes(lm):
+            module.requires_grad_(False)
     if actor.gradient_checkpointing:
         checkpoint_blocks(lm)
 
 
 def checkpoint_blocks(lm: nn.Module) -> None:
     """Keep only the inputs of each layer and compute the rest again in the backward pass."""
-    for block in decoder_blocks(lm):
+    for block in all_blocks(lm):
         block.forward = _checkpointed(block.forward)
 
 
@@ -263,6 +302,14 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     stacks += [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and _is_stack(list(m))]
     sizes = [sum(p.numel() for block in blocks for p in block.parameters()) for blocks in stacks]
     return stacks[sizes.index(max(sizes))] if stacks else []
+
+
+def all_blocks(scorer: nn.Module) -> list[nn.Module]:
+    """The repeated layers of the language model, and those of its vision tower."""
+    lm: Any = getattr(scorer, "lm", scorer)
+    if not has_eyes(lm):
+        return decoder_blocks(scorer)
+    return [*decoder_blocks(lm.model.text_model), *decoder_blocks(lm.model.vision_model)]
 
 
 def _is_stack(blocks: list[nn.Module]) -> bool:

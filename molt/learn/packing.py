@@ -6,13 +6,26 @@ Axes: L packed tokens of one micro-batch, R rows (segments) in it, N sampled tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from molt.data.processor import named_tensors
 from molt.errors import LineageError
 from molt.learn.routes import pack_routes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowImages:
+    """The images of one row."""
+
+    is_feature: np.ndarray
+    """bool for each token of the row: its embedding is a feature."""
+    tensors: tuple[dict[str, np.ndarray], ...]
+    """What the processor made of each image, in the order of their tokens: (tiles, ...) by name."""
+    digests: tuple[str, ...]
+    """Names of all their payloads, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +48,10 @@ class Packed:
     """(N,) int64: row of each sampled token."""
     routes_LMK: torch.Tensor | None = None
     """(L, M, K) int16: experts that the engine chose, -1 where unknown; None without routing replay."""
+    feature_F: torch.Tensor | None = None
+    """(F,) int64: places in L that take the features of images, in order; None without images."""
+    image_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What the processor made of the images, tiles after tiles: (tiles, ...) by name."""
 
     def to(self, device: torch.device) -> Packed:
         """The same micro-batch on another device."""
@@ -49,6 +66,8 @@ class Packed:
             temperature_N=self.temperature_N.to(device, non_blocking=True),
             row_N=self.row_N.to(device, non_blocking=True),
             routes_LMK=None if self.routes_LMK is None else self.routes_LMK.to(device, non_blocking=True),
+            feature_F=None if self.feature_F is None else self.feature_F.to(device, non_blocking=True),
+            image_tensors={name: tensor.to(device, non_blocking=True) for name, tensor in self.image_tensors.items()},
         )
 
 
@@ -57,6 +76,7 @@ def pack(
     is_sampled: Sequence[np.ndarray],
     temperatures: Sequence[float] | None = None,
     routes: Sequence[np.ndarray | None] | None = None,
+    images: Sequence[RowImages | None] | None = None,
 ) -> Packed:
     """Lay rows end to end. Raises LineageError for a row whose first token counts as sampled: nothing predicts it."""
     lengths = tuple(len(ids) for ids in token_ids)
@@ -70,6 +90,8 @@ def pack(
         target.append(ids[places])
         rows.append(np.full(len(places), row, np.int64))
     row_N = _joined(rows, np.int64)
+    shown = [(row, item) for row, item in enumerate(images or ()) if item is not None]
+    tensors = named_tensors(tensors for _, item in shown for tensors in item.tensors)
     scale = np.ones(len(lengths), np.float32) if temperatures is None else np.asarray(temperatures, np.float32)
     return Packed(
         input_ids=torch.from_numpy(_joined(token_ids, np.int64))[None],
@@ -80,6 +102,10 @@ def pack(
         temperature_N=torch.from_numpy(scale[row_N]),
         row_N=torch.from_numpy(row_N),
         routes_LMK=None if routes is None else pack_routes(routes, lengths),
+        feature_F=torch.from_numpy(_joined([starts[row] + np.flatnonzero(item.is_feature) for row, item in shown], np.int64))
+        if shown
+        else None,
+        image_tensors={name: torch.from_numpy(tensor) for name, tensor in tensors.items()},
     )
 
 

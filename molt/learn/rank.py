@@ -150,6 +150,8 @@ class PolicyRank:
                 check_lineage(plan.segments[place], row, is_corrected=is_corrected)
                 if self.routes is not None and row.routes is not None:
                     self.routes.check(row.routes, f"segment {row.segment_id}")
+                if row.images is not None:
+                    self.policy.scorer.check_images(row.images, f"segment {row.segment_id}")
         except LineageError as error:
             found = Refusal(reason=RefusalReason.LINEAGE, error=str(error))
         if self.routes is not None and not any(exchange.gather(any(row.routes is not None for row in rows.values()))):

@@ -14,7 +14,7 @@ import torch
 
 from molt.admission.plan import SegmentRow, StepPlan
 from molt.errors import LineageError
-from molt.learn.packing import Packed, dummy, pack
+from molt.learn.packing import Packed, RowImages, dummy, pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class Row:
     logprobs_mode: str = "processed"
     routes: np.ndarray | None = None
     """(n_tokens, M, K) int16: routed experts by absolute position, -1 where unknown; None when none were captured."""
+    images: RowImages | None = None
 
     def sampled(self, column: np.ndarray) -> np.ndarray:
         """A column at the sampled tokens only."""
@@ -99,7 +100,13 @@ def _micro_batch(places: tuple[int, ...], rows: Sequence[Row]) -> MicroBatch:
     """Pack one micro-batch; a dummy has a sampled token in its packed row and none in its columns."""
     packed = dummy()
     if rows:
-        packed = pack([r.token_ids for r in rows], [r.is_sampled for r in rows], [r.temperature for r in rows], [r.routes for r in rows])
+        packed = pack(
+            [r.token_ids for r in rows],
+            [r.is_sampled for r in rows],
+            [r.temperature for r in rows],
+            [r.routes for r in rows],
+            [r.images for r in rows],
+        )
     return MicroBatch(
         places=places,
         packed=packed,
@@ -118,12 +125,14 @@ _TORCH = {np.float32: torch.float32, np.int64: torch.int64, np.bool_: torch.bool
 
 
 def row_digest(row: Row, advantages: np.ndarray) -> str:
-    """blake2b-128 hex over id, token ids, masks and advantages of one segment."""
+    """blake2b-128 hex over id, token ids, masks, advantages and names of images of one segment."""
     state = hashlib.blake2b(digest_size=16)
     state.update(f"{row.segment_id}|{len(row.token_ids)}|{len(advantages)}|".encode())
     state.update(np.ascontiguousarray(row.token_ids, np.int32).tobytes())
     state.update(np.packbits(row.is_sampled).tobytes() + np.packbits(row.is_trainable).tobytes())
     state.update(np.ascontiguousarray(advantages, np.float32).tobytes())
+    if row.images is not None:
+        state.update("|".join(row.images.digests).encode())
     return state.hexdigest()
 
 

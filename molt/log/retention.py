@@ -108,13 +108,12 @@ def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Empti
     """Empty the segments of a rollout, its scores, and the payloads that no other rollout shares."""
     quoted = rollout_id.replace("'", "''")
     segments = core.tables["segments"].dataset
-    mine = segments.to_table(columns=["segment_id", "routing_digest"], filter=f"rollout_id = '{quoted}'")
+    mine = segments.to_table(columns=["segment_id", *_NAMING], filter=f"rollout_id = '{quoted}'")
     if not len(mine):
         raise LogError(f"rollout_id={rollout_id}: no such rollout in {core.home.where}")
-    blobs = {name for name in mine["routing_digest"].to_pylist() if name is not None}
+    blobs = _named_by(mine)
     if blobs:
-        shared = segments.to_table(columns=["routing_digest"], filter=f"routing_digest in ({_quoted(blobs)}) and rollout_id <> '{quoted}'")
-        blobs -= set(shared["routing_digest"].to_pylist())
+        blobs -= _named_by(segments.to_table(columns=list(_NAMING), filter=f"{_NAMES_ANY} and rollout_id <> '{quoted}'"))
     done = [_empty(core, "segments", f"rollout_id = '{quoted}'", family="rollout", reason=reason, rollout_id=rollout_id)]
     names = _quoted(mine["segment_id"].to_pylist())
     done.append(_empty(core, "scores", f"segment_id in ({names})", family="rollout", reason=reason, rollout_id=rollout_id))
@@ -122,6 +121,17 @@ def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Empti
         where = f"payload_digest in ({_quoted(blobs)})"
         done.append(_empty(core, "payloads", where, family="rollout", reason=reason, rollout_id=rollout_id))
     return done
+
+
+_NAMING = ("routing_digest", "media")
+"""Columns of segments that name payloads."""
+_NAMES_ANY = "(routing_digest is not null or media is not null)"
+
+
+def _named_by(segments: pa.Table) -> set[str]:
+    """Payloads that segments name."""
+    routes = {name for name in segments["routing_digest"].to_pylist() if name is not None}
+    return routes | {medium["payload_digest"] for cell in segments["media"].to_pylist() for medium in cell or ()}
 
 
 def _quoted(names: Iterable[str]) -> str:

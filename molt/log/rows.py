@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -33,6 +33,7 @@ class TokenSource(StrEnum):
     """A turn of an earlier segment shown again in a rewritten history; its ids are as sampled, and it is never trainable."""
     COMPACTION = "compaction"
     IMAGE = "image"
+    """Its embedding is a feature of an image; the markers around it are glue of the template."""
     DEMONSTRATION = "demonstration"
     """An assistant turn of a data set, for supervised steps: trainable, and not sampled by the policy."""
 
@@ -48,6 +49,18 @@ class Span:
     """None where not sampled."""
     kv_version: int | None = None
     turn: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Medium:
+    """One payload of an image of a segment, and the tokens that stand for the image."""
+
+    name: str
+    """image: the encoded bytes; else what the model calls the tensor that its processor made of it."""
+    payload_digest: str
+    position: int
+    """First token, markers included."""
+    len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +97,8 @@ class Segment:
     tokenizer_digest: str
     template_digest: str
     routing_digest: str | None = None
+    media: Sequence[Medium] | None = None
+    """None without images."""
     started_at: float
     finished_at: float
 
@@ -296,6 +311,8 @@ def _span_list(cells: list[Sequence[Span]], kind: pa.DataType) -> pa.Array:
 def _column(name: str, kind: pa.DataType, cells: list[Any]) -> pa.Array:
     if name == "spans":
         return _span_list(cells, kind)
+    if name == "media":
+        return pa.array([None if cell is None else [asdict(medium) for medium in cell] for cell in cells], type=kind)
     if name in ("metrics", "body"):
         return pa.array([_encode_json(cell) for cell in cells], type=kind)
     if pa.types.is_list(kind) and pa.types.is_floating(kind.value_type):

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from molt.errors import EngineError
+from molt.data.images import Image
+from molt.data.processor import PlacedImage
+from molt.errors import EngineError, LineageError
 from molt.rollout.decoder import SlotDecoder
 from molt.rollout.engine import FinishReason, Generation, RefitReport, Sampling, WeightSource
 from molt.rollout.sampler import SamplingRows, sample_ids, uniforms
@@ -32,7 +35,10 @@ class Request:
 
     request_id: str
     ids: list[int]
-    """Prompt and sampled ids."""
+    """Prompt and sampled ids, images expanded."""
+    keys: list[int]
+    """What cache entries depend on, position by position: ids, and a number of the image where one stands; `ids` itself without any."""
+    images: Sequence[PlacedImage]
     prompt_len: int
     limit: int
     """Ids after which it ends by length."""
@@ -49,8 +55,8 @@ class Slot:
     """One row of the cache: whose entries it holds."""
 
     request: Request | None = None
-    ids: list[int] = field(default_factory=list)
-    """Ids whose entries are in the cache, from position 0."""
+    keys: list[int] = field(default_factory=list)
+    """Keys of the entries in the cache, from position 0."""
     kv_version: int = 0
     """Oldest version among the entries."""
     routes: np.ndarray | None = None
@@ -75,11 +81,13 @@ class Batcher:
         """Whether a pass can run now."""
         return not self._is_paused and bool(self._requests)
 
-    def accept(self, request_id: str, ids: list[int], sampling: Sampling) -> Future[Generation]:
+    def accept(self, request_id: str, ids: list[int], sampling: Sampling, images: Sequence[Image] = ()) -> Future[Generation]:
         """Queue a request, or join the one that runs under this id. EngineError when it cannot be served."""
+        ids, placed = self._expanded(request_id, ids, images)
+        keys = _keys(ids, placed)
         known = self._requests.get(request_id)
         if known is not None:
-            if known.ids[: known.prompt_len] != ids or known.sampling != sampling:
+            if known.keys[: known.prompt_len] != keys or known.sampling != sampling:
                 raise EngineError(f"request {request_id} is running with another prompt or sampling; use a new request_id")
             return known.future
         if not ids or min(ids) < 0 or max(ids) >= self.decoder.vocab_size:
@@ -93,6 +101,8 @@ class Batcher:
         request = Request(
             request_id=request_id,
             ids=ids,
+            keys=keys,
+            images=placed,
             prompt_len=len(ids),
             limit=limit,
             sampling=sampling,
@@ -102,6 +112,18 @@ class Batcher:
         self._requests[request_id] = request
         self._waiting.append(request)
         return request.future
+
+    def _expanded(self, request_id: str, ids: list[int], images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """The prompt as the model consumes it."""
+        if not images:
+            return ids, ()
+        if self.decoder.processor is None:
+            raise EngineError(f"request {request_id}: {len(images)} images for a model that takes none")
+        try:
+            whole, placed = self.decoder.processor.expand(np.array(ids, np.int32), images)
+        except LineageError as error:
+            raise EngineError(f"request {request_id}: {error}") from error
+        return whole.tolist(), placed
 
     def abort(self, request_id: str) -> None:
         """End one request; its tokens are kept."""
@@ -130,7 +152,7 @@ class Batcher:
         digest = self.decoder.weights_digest()
         for slot in self._slots:
             if slot.request is None or self._kv_on_refit == "recompute":
-                slot.ids, slot.kv_version = [], source.policy_version
+                slot.keys, slot.kv_version = [], source.policy_version
             if slot.request is None or not slot.request.versions:
                 slot.routes = None if slot.request is None or slot.routes is None else np.full_like(slot.routes, -1)
         self._version = source.policy_version
@@ -141,6 +163,7 @@ class Batcher:
             load_s=loaded - begin,
             verify_s=time.perf_counter() - loaded,
             num_in_flight=len(self._requests),
+            caches=(*(("kv",) if self._kv_on_refit == "recompute" else ()), *(("images",) if self.decoder.processor else ())),
         )
 
     def resume(self) -> None:
@@ -174,10 +197,10 @@ class Batcher:
             if not free:
                 return
             request = self._waiting.popleft()
-            shared = [_shared_prefix(slot.ids, request.ids) for slot in free]
-            best = max(range(len(free)), key=lambda place: (shared[place], -len(free[place].ids)))
+            shared = [_shared_prefix(slot.keys, request.keys) for slot in free]
+            best = max(range(len(free)), key=lambda place: (shared[place], -len(free[place].keys)))
             slot, kept = free[best], min(shared[best], len(request.ids) - 1)
-            slot.request, slot.ids = request, slot.ids[:kept]
+            slot.request, slot.keys = request, slot.keys[:kept]
             if not kept:
                 slot.kv_version = self._version
             if self.decoder.num_moe_layers:
@@ -193,14 +216,14 @@ class Batcher:
         requests = [slot.request for _, slot, _ in rows]
         assert all(requests), "a pass runs rows that have a request"
         live = [request for request in requests if request is not None]
-        starts = [len(slot.ids) for _, slot, _ in rows]
+        starts = [len(slot.keys) for _, slot, _ in rows]
         new_ids = [request.ids[start : start + count] for request, start, (_, _, count) in zip(live, starts, rows, strict=True)]
-        logits, routes = self.decoder.forward([index for index, _, _ in rows], new_ids, starts)
+        logits, routes = self.decoder.forward([index for index, _, _ in rows], new_ids, starts, [request.images for request in live])
         for place, (_, slot, count) in enumerate(rows):
-            slot.ids.extend(new_ids[place])
+            slot.keys.extend(live[place].keys[starts[place] : starts[place] + count])
             if routes is not None and slot.routes is not None:
                 _keep_first(slot.routes[starts[place] : starts[place] + count], routes[place, -count:])
-        done = [place for place, (_, slot, _) in enumerate(rows) if len(slot.ids) == len(live[place].ids)]
+        done = [place for place, (_, slot, _) in enumerate(rows) if len(slot.keys) == len(live[place].keys)]
         if done:
             self._sample(logits[done] if len(done) < len(rows) else logits, [rows[place][1] for place in done])
 
@@ -210,6 +233,8 @@ class Batcher:
         for slot, request, token, logprob in zip(slots, live, ids.tolist(), logprobs.tolist(), strict=True):
             self.num_sampled += 1
             request.ids.append(token)
+            if request.images:
+                request.keys.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self._version)
             request.kv_versions.append(slot.kv_version)
@@ -225,7 +250,7 @@ class Batcher:
         if seat is not None:
             seat.request = None
             if min([seat.kv_version, *request.versions[:1]]) != self._version:
-                seat.ids = []  # entries and routes of old weights serve the request that began under them, and nobody after it
+                seat.keys = []  # entries and routes of old weights serve the request that began under them, and nobody after it
             if seat.routes is not None:
                 routes = seat.routes[request.sampling.routes_from : len(request.ids) - 1].copy()
         else:
@@ -241,14 +266,26 @@ class Batcher:
                 finish_reason=reason,
                 routed_experts=routes,
                 routes_from=request.sampling.routes_from,
+                prompt_ids=np.array(request.ids[: request.prompt_len], np.int32) if request.images else None,
             )
         )
+
+
+def _keys(ids: list[int], images: Sequence[PlacedImage]) -> list[int]:
+    """Keys of a prompt: numbers below 0 stand for images by their content."""
+    if not images:
+        return ids
+    keys = list(ids)
+    for image in images:
+        number = -1 - int(image.expansion.image.digest[:15], 16)
+        keys[image.position : image.end] = [number] * (image.end - image.position)
+    return keys
 
 
 def _lacking(slot: Slot) -> int:
     """Ids of the slot's request that have no entry in the cache yet; the newest id never has one."""
     assert slot.request is not None, "an idle slot lacks nothing"
-    return len(slot.request.ids) - len(slot.ids)
+    return len(slot.request.keys) - len(slot.keys)
 
 
 def _within(rows: list[tuple[int, Slot, int]], limit: int) -> list[tuple[int, Slot, int]]:

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from molt.data.processor import KEPT, ImageProcessor, PlacedImage
 from molt.errors import RefitError, SettingError
 from molt.rollout.engine import WeightSource
 from molt.rollout.slots import SlotCache
+from molt.rollout.vision import image_features, model_class
 from molt.rollout.weights import check_names, checkpoint_names, digest_tensors, model_digest, named_weights, read_weights
 
 
@@ -21,24 +23,28 @@ class SlotDecoder:
     """A Hugging Face causal LM that decodes rows of different lengths together."""
 
     def __init__(self, model_path: str, *, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
         from transformers.utils import logging as hf_logging
 
         if not (Path(model_path) / "config.json").is_file():
             raise SettingError(f"actor.model_name_or_path={model_path}, no config.json there; give a folder with a Hugging Face model")
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        whole = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        config = whole.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or {"full_attention"})
         if kinds != {"full_attention"}:
             raise SettingError(
                 f"vllm.engine=embedded, model {model_path} has layers {sorted(kinds)}; it serves full attention only: use vllm"
             )
         hf_logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+        model = model_class(whole).from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
         self.vocab_size = int(config.vocab_size)
         self.max_len = min(max_len, int(getattr(config, "max_position_embeddings", max_len)))
         self.cache = SlotCache(int(config.num_hidden_layers), max_length=self.max_len, device=device)
+        self.processor = ImageProcessor.load(model_path)
+        self._features: dict[str, torch.Tensor] = {}
+        """Features of images that were seen last, by digest, made by the weights of now."""
         self._routers = [m for _, m in self.model.named_modules() if type(m).__name__.endswith("TopKRouter")]
         self._routes: list[torch.Tensor] = []
         for router in self._routers:
@@ -60,9 +66,16 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def forward(
-        self, slots_B: list[int], new_ids_B: Sequence[Sequence[int]], starts_B: list[int]
+        self,
+        slots_B: list[int],
+        new_ids_B: Sequence[Sequence[int]],
+        starts_B: list[int],
+        images_B: Sequence[Sequence[PlacedImage]] = (),
     ) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Run new ids of each slot from its start position: logits after the last one (B, V), and routes (B, Q, L, K) or None."""
+        """Run new ids of each slot from its start position: logits after the last one (B, V), and routes (B, Q, L, K) or None.
+
+        images_B: images of each row by their place in its ids, those before its start and after its end too.
+        """
         counts_B = [len(ids) for ids in new_ids_B]
         width, longest = max(counts_B), max(start + count for start, count in zip(starts_B, counts_B, strict=True))
         self.cache.reserve(max(slots_B) + 1, longest)
@@ -76,7 +89,7 @@ class SlotDecoder:
         mask = (reach <= positions_BQ[:, None, :, None]) if width > 1 or len(slots_B) > 1 else None  # (B, 1, Q, longest)
         self._routes.clear()
         output = self.model(
-            input_ids=ids_BQ,
+            **self._inputs(ids_BQ, starts_B, counts_B, images_B),
             attention_mask=mask if mask is not None else torch.ones((1, 1, 1, longest), dtype=torch.bool, device=self.device),
             position_ids=positions_BQ,
             past_key_values=self.cache,
@@ -87,6 +100,31 @@ class SlotDecoder:
         if self._routes:
             routes = torch.stack([route.view(len(slots_B), width, -1) for route in self._routes], dim=2).to("cpu", torch.int16).numpy()
         return output.logits[:, -1, :], routes
+
+    def _inputs(
+        self, ids_BQ: torch.Tensor, starts_B: list[int], counts_B: list[int], images_B: Sequence[Sequence[PlacedImage]]
+    ) -> dict[str, torch.Tensor]:
+        """The ids, or their embeddings where features of images stand among them."""
+        width, embeds = ids_BQ.shape[1], None
+        for row, images in enumerate(images_B):
+            for image in images:
+                place_F = torch.from_numpy(np.flatnonzero(image.expansion.is_feature)) + image.position - starts_B[row]
+                is_here_F = (place_F >= 0) & (place_F < counts_B[row])
+                if is_here_F.any():
+                    embeds = self.model.get_input_embeddings()(ids_BQ) if embeds is None else embeds
+                    features_FD = self._features_of(image)[is_here_F.to(self.device)]
+                    embeds[row, (width - counts_B[row] + place_F[is_here_F]).to(self.device)] = features_FD.to(embeds.dtype)
+        return {"input_ids": ids_BQ} if embeds is None else {"inputs_embeds": embeds}
+
+    def _features_of(self, image: PlacedImage) -> torch.Tensor:
+        """(F, D)."""
+        digest = image.expansion.image.digest
+        if digest not in self._features:
+            tensors = {name: torch.from_numpy(tensor.copy()).to(self.device) for name, tensor in image.expansion.tensors().items()}
+            self._features[digest] = image_features(self.model, tensors)
+            while len(self._features) > KEPT:
+                del self._features[next(iter(self._features))]
+        return self._features[digest]
 
     def digests(self) -> dict[str, str]:
         """Digest of each tensor that it serves now."""
@@ -104,6 +142,7 @@ class SlotDecoder:
         sent = {name: tensor.to(own[name].dtype) for name, tensor in new.items() if name in own}
         backup = {name: tensor.clone() for name, tensor in own.items()}
         self._copy(sent)
+        self._features.clear()
         served = named_weights(self.model)
         wrong = next((name for name, tensor in sent.items() if not _same_bytes(served[name], tensor)), None)
         if wrong is not None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from molt.data.images import Image
 from molt.errors import EngineError
 from molt.rollout.batcher import Batcher
 from molt.rollout.decoder import SlotDecoder
@@ -65,10 +66,10 @@ class EmbeddedEngine:
         self._thread.start()
         return await self._call(self._load)
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """Sample a continuation; a request_id that is running is joined."""
         ids = [int(token) for token in prompt_ids]
-        future = await self._call(lambda: self._batcher.accept(request_id, ids, sampling))
+        future = await self._call(lambda: self._batcher.accept(request_id, ids, sampling, images))
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def abort(self, request_id: str) -> None:

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from molt.data.images import Image
+
 
 class FinishReason(StrEnum):
     """What ended one model call."""
@@ -62,6 +64,8 @@ class Generation:
     """(P + N - 1 - routes_from, L, K) int16: experts by position, -1 where unknown; None for a dense model."""
     routes_from: int = 0
     """Position of the first row of routed_experts: as it was asked."""
+    prompt_ids: np.ndarray | None = None
+    """(P,) int32: the prompt as the model consumed it, each placeholder expanded; None for a prompt without images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,8 @@ class RefitReport:
     load_s: float
     verify_s: float
     num_in_flight: int
+    caches: tuple[str, ...] = ()
+    """What it dropped since old weights made it: kv (keys and values), images (their features)."""
 
 
 class Engine(Protocol):
@@ -121,8 +127,8 @@ class Engine(Protocol):
         """Load the model; returns when it can generate."""
         ...
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Sample a continuation of prompt_ids."""
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
+        """Sample a continuation of prompt_ids. images: one for each placeholder in them, in order; the engine expands it."""
         ...
 
     async def abort(self, request_id: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from molt.data.images import Image
 from molt.errors import EngineError, MoltError
 from molt.rollout.engine import Engine, EngineInfo, Generation, RefitReport, Sampling, WeightSource
 from molt.rollout.spec import EngineSpec, make_engine
@@ -59,7 +60,7 @@ class EngineActor:
         """Load the model."""
         return await self._engine.start()
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """One model call; it waits at the gate while a refit waits for others to end."""
         await self._gate.wait()
         if self._refusal is not None:
@@ -67,7 +68,7 @@ class EngineActor:
         self._num_in_flight += 1
         self._idle.clear()
         try:
-            return await self._engine.generate(request_id, prompt_ids, sampling)
+            return await self._engine.generate(request_id, prompt_ids, sampling, images)
         finally:
             self._num_in_flight -= 1
             self._num_finished += 1
@@ -175,11 +176,11 @@ class EngineHandle:
         """Load the model within vllm.start_timeout_s."""
         return await self._ask("start", self._actor.start.remote(), self.spec.start_timeout_s)
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """One model call. EngineError when the engine dies, or is silent for vllm.request_timeout_s."""
         silence = self._listen()
         answer = asyncio.ensure_future(
-            _told(self.name, self._actor.generate.remote(request_id, np.asarray(prompt_ids, np.int32), sampling))
+            _told(self.name, self._actor.generate.remote(request_id, np.asarray(prompt_ids, np.int32), sampling, images))
         )
         try:
             await asyncio.wait({answer, silence}, return_when=asyncio.FIRST_COMPLETED)

@@ -220,6 +220,7 @@ class Fleet:
             resume_s=time.perf_counter() - loaded,
             size_bytes=int(source.options.get("size_bytes", 0)),
             num_in_flight=sum(counts.values()),
+            caches=tuple(sorted({cache for report in good.values() for cache in report.caches})),
             failed={name: str(error) for name, error in {**failed, **unresumed}.items()},
         )
 

@@ -126,6 +126,8 @@ class RefitTimes:
     resume_s: float
     size_bytes: int
     num_in_flight: int
+    caches: tuple[str, ...] = ()
+    """What engines dropped of what old weights had made."""
     failed: dict[str, str] = field(default_factory=dict)
     """Engine to error; such an engine is out of service until it takes a later refit."""
 

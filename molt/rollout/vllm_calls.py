@@ -7,14 +7,18 @@ to do, so the number of tokens that the handler knows then is exactly the number
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from molt.data.images import Image
 from molt.errors import EngineError, LineageError
 from molt.rollout.engine import FinishReason, Generation, Sampling
 
+_FIRST_ROUTE = "routed_experts_prompt_start"
+"""What vLLM calls Sampling.routes_from, where it has it."""
 _SPARE_ROWS = 8
 """Rows past the last token that vLLM may give: of steps that were under way when a call ended."""
 
@@ -28,6 +32,8 @@ class Call:
     """Its name inside vLLM: never used twice."""
     prompt_ids: list[int]
     sampling: Sampling
+    images: tuple[Image, ...] = ()
+    """One for each placeholder of prompt_ids."""
     task: asyncio.Task[Generation] | None = None
     core_id: str | None = None
     """Its name inside vLLM's core, once it was added."""
@@ -73,6 +79,46 @@ class Handler:
             raise EngineError(f"vLLM's output handler did not come to rest within {limit_s:g} s of a pause") from error
 
 
+def prompt_of(call: Call, picture: Callable[[Image], Any]) -> dict[str, Any]:
+    """What vLLM is given to continue. picture: an image decoded; vLLM's own processor expands its placeholder."""
+    # The salt keys cached prefixes by version, so that no entry of other weights is ever taken for a new call.
+    prompt: dict[str, Any] = {"prompt_token_ids": call.prompt_ids, "cache_salt": f"version {call.marks[0][1]}"}
+    if call.images:
+        prompt["multi_modal_data"] = {"image": [picture(image) for image in call.images]}
+        prompt["multi_modal_uuids"] = {"image": [image.digest for image in call.images]}
+    return prompt
+
+
+def sampling_params(call: Call, max_len: int, *, is_delta: bool) -> Any:
+    """vLLM's parameters of a call. is_delta: leave out routes that are known."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = call.sampling
+    asked = {_FIRST_ROUTE: sampling.routes_from} if is_delta else {}
+    return SamplingParams(
+        max_tokens=min(sampling.max_new_tokens, max_len - len(call.prompt_ids)),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        flat_logprobs=True,  # a few lists for each call in place of two objects for each token
+        **asked,
+    )
+
+
+def can_leave_routes_out() -> bool:
+    """Whether this release of vLLM gives routes from a position on."""
+    from vllm import SamplingParams
+
+    return _FIRST_ROUTE in getattr(SamplingParams, "__struct_fields__", ())
+
+
 def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cache_kept: bool) -> Generation:
     """A finished vLLM output as a Generation; LineageError when its columns do not fit each other. routes: from sampling.routes_from on."""
     completion = output.outputs[0]
@@ -80,7 +126,8 @@ def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cach
     logprobs = _logprobs(call, completion.logprobs, token_ids)
     versions = call.versions(len(token_ids))
     _compare_spans(call, completion, versions)
-    num_positions = len(call.prompt_ids) + len(token_ids) - 1
+    prompt_ids = np.asarray(output.prompt_token_ids, np.int32) if call.images else None
+    num_positions = len(call.prompt_ids if prompt_ids is None else prompt_ids) + len(token_ids) - 1
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -90,6 +137,7 @@ def to_generation(call: Call, output: Any, routes: np.ndarray | None, *, is_cach
         finish_reason=_reason(call, completion),
         routed_experts=None if routes is None else fit_routes(routes, num_positions - call.sampling.routes_from),
         routes_from=call.sampling.routes_from,
+        prompt_ids=prompt_ids,
     )
 
 

@@ -17,20 +17,28 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from molt.data.images import Image
 from molt.errors import EngineError, RefitError
 from molt.rollout.engine import EngineInfo, Generation, RefitReport, Sampling, WeightSource
-from molt.rollout.vllm_calls import Call, Handler, empty_generation, to_generation
+from molt.rollout.vllm_calls import (
+    Call,
+    Handler,
+    can_leave_routes_out,
+    empty_generation,
+    prompt_of,
+    sampling_params,
+    to_generation,
+)
 from molt.rollout.vllm_counts import EngineCounts, stat_logger
 from molt.rollout.vllm_settings import engine_arguments
 from molt.rollout.vllm_weights import VllmWeights
 
 _SETTLE_S = 30.0
-_FIRST_ROUTE = "routed_experts_prompt_start"
-"""What vLLM calls Sampling.routes_from, where it has it."""
 
 
 class VllmEngine:
@@ -62,8 +70,11 @@ class VllmEngine:
         capture_routes: bool = False,
         quantization: str | None = None,
         is_counted: bool = False,
+        max_images: int = 0,
+        is_vision_frozen: bool = True,
     ) -> None:
-        """quantization: "fp8" quantizes the loaded weights, on CUDA. is_counted: keep `counts`."""
+        """quantization: "fp8" quantizes the loaded weights, on CUDA. is_counted: keep `counts`. max_images: most in a prompt, of a model
+        that takes any. is_vision_frozen: refits leave what makes features of images as it is."""
         self._model_path = model_path
         self._name = name
         self._version = policy_version
@@ -90,7 +101,10 @@ class VllmEngine:
             enable_sleep=enable_sleep,
             capture_routes=capture_routes,
             quantization=quantization,
+            max_images=max_images,
         )
+        self._is_vision_frozen = is_vision_frozen
+        self._picture = lru_cache(maxsize=64)(Image.decoded)
         self.counts: EngineCounts | None = EngineCounts() if is_counted else None
         self._is_speculative = num_speculative_tokens > 0
         self._llm: Any = None
@@ -151,16 +165,17 @@ class VllmEngine:
 
     # Model calls.
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """Sample a continuation; a request_id that is running is joined."""
         ids: list[int] = np.asarray(prompt_ids, np.int64).tolist()
         call = self._calls.get(request_id)
         if call is None:
             self._refuse(request_id, ids, sampling)
-            call = Call(request_id=request_id, vllm_id=f"{request_id}#{next(self._numbers)}", prompt_ids=ids, sampling=sampling)
+            vllm_id = f"{request_id}#{next(self._numbers)}"
+            call = Call(request_id=request_id, vllm_id=vllm_id, prompt_ids=ids, sampling=sampling, images=tuple(images))
             self._calls[request_id] = call
             call.task = asyncio.create_task(self._run(call), name=request_id)
-        elif call.prompt_ids != ids or call.sampling != sampling:
+        elif call.prompt_ids != ids or call.sampling != sampling or call.images != tuple(images):
             raise EngineError(f"request {request_id} is running with another prompt or sampling; use a new request_id")
         assert call.task is not None, "a known call has a task"
         return await asyncio.shield(call.task)
@@ -200,7 +215,9 @@ class VllmEngine:
         call.marks = [(0, self._version)]
         self._num_adding += 1
         try:
-            collector = await self._llm.add_request(call.vllm_id, self._prompt(call), self._sampling_params(call))
+            collector = await self._llm.add_request(
+                call.vllm_id, prompt_of(call, self._picture), sampling_params(call, self._max_len, is_delta=self._is_delta(call.sampling))
+            )
             call.core_id = collector.request_id
         finally:
             self._num_adding -= 1
@@ -211,37 +228,9 @@ class VllmEngine:
             if output.finished:
                 return output
 
-    def _prompt(self, call: Call) -> Any:
-        # The salt keys cached prefixes by version, so that no entry of other weights is ever taken for a new call.
-        return {"prompt_token_ids": call.prompt_ids, "cache_salt": f"version {call.marks[0][1]}"}
-
-    def _sampling_params(self, call: Call) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = call.sampling
-        asked = {_FIRST_ROUTE: sampling.routes_from} if self._is_delta(sampling) else {}
-        return SamplingParams(
-            max_tokens=min(sampling.max_new_tokens, self._max_len - len(call.prompt_ids)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            flat_logprobs=True,  # a few lists for each call in place of two objects for each token
-            **asked,
-        )
-
     def _is_delta(self, sampling: Sampling) -> bool:
-        """Whether vLLM itself leaves out the routes that are known; releases that cannot give all of them, and the rest is cut here."""
-        from vllm import SamplingParams
-
-        is_able = _FIRST_ROUTE in getattr(SamplingParams, "__struct_fields__", ())
-        return self._is_cuda and self._capture_routes and sampling.routes_from > 0 and is_able
+        """Whether vLLM itself leaves out the routes that are known; of releases that cannot, all of them come and are cut here."""
+        return self._is_cuda and self._capture_routes and sampling.routes_from > 0 and can_leave_routes_out()
 
     async def _routes(self, call: Call, output: Any) -> np.ndarray | None:
         if self._is_cuda:
@@ -312,7 +301,7 @@ class VllmEngine:
         times = await self._weights_of.take(source, on_unfit=self._set_unfit)
         self._unfit = None
         dropped = time.perf_counter()
-        await self._drop_caches()
+        caches = await self._drop_caches()
         counts = self._counts()
         self._version = source.policy_version
         for call in self._calls.values():
@@ -326,21 +315,25 @@ class VllmEngine:
             load_s=times.load_s + time.perf_counter() - dropped,
             verify_s=dropped - begin - times.load_s,
             num_in_flight=len(self._calls),
+            caches=caches,
         )
 
     def _set_unfit(self, why: str) -> None:
         self._unfit = why
 
-    async def _drop_caches(self) -> None:
-        """Drop every entry made by old weights; running requests make theirs again, unless kv_on_refit is keep."""
+    async def _drop_caches(self) -> tuple[str, ...]:
+        """Drop every entry made by old weights; running requests make theirs again, unless kv_on_refit is keep. Returns which."""
+        dropped: list[str] = []
         if self._kv_on_refit == "recompute":
             is_dropped = await self._llm.reset_prefix_cache(reset_running_requests=True)
             if is_dropped is False:
                 self._unfit = "its cache could not be dropped at a refit"
                 raise RefitError(f"engine {self._name}: vLLM did not drop its cache; tokens would attend to entries of old weights")
-        if self._llm.model_config.is_multimodal_model:
-            await self._llm.reset_mm_cache()
+            dropped.append("kv")
+        if self._llm.model_config.is_multimodal_model and not self._is_vision_frozen:
             await self._llm.reset_encoder_cache()
+            dropped.append("images")
+        return tuple(dropped)
 
     async def _label(self) -> None:
         """Tell newer releases of vLLM the version, so that their own account can be compared with ours."""

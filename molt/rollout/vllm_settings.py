@@ -10,6 +10,7 @@ from typing import Any
 
 from molt.config import Config
 from molt.errors import SettingError
+from molt.model_shape import takes_images
 
 CPU_BLOCK_SIZE = 32
 EXTENSION = "molt.rollout.vllm_worker.RefitExtension"
@@ -47,6 +48,8 @@ def vllm_options(config: Config, *, is_cuda: bool | None = None) -> dict[str, An
         "enable_sleep": settings.sleep_level > 0,
         "capture_routes": config.train.routing_replay,
         "kv_on_refit": settings.kv_on_refit,
+        "max_images": config.data.max_images if takes_images(config.actor.model_name_or_path or "") else 0,
+        "is_vision_frozen": config.actor.freeze_vision,
     }
 
 
@@ -96,6 +99,7 @@ def engine_arguments(
     enable_sleep: bool,
     capture_routes: bool,
     quantization: str | None = None,
+    max_images: int = 0,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs."""
     arguments: dict[str, Any] = {
@@ -130,6 +134,9 @@ def engine_arguments(
         if capture_routes:
             # Routes are taken by hooks here; a prefix that is not run again would leave holes.
             arguments["enable_prefix_caching"] = False
+    if max_images:
+        arguments["limit_mm_per_prompt"] = {"image": max_images}
+        arguments["skip_tokenizer_init"] = False  # the model's processor makes markers of text
     if quantization is not None:
         if not is_cuda:
             raise SettingError(f"quantization={quantization} needs an NVIDIA GPU, there is none; leave it out")

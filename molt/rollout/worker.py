@@ -18,6 +18,7 @@ from molt.agents.load import load_agent
 from molt.agents.render import ChatRenderer
 from molt.agents.tokenizer import Tokenizer
 from molt.config import Config
+from molt.data.images import Image
 from molt.errors import AgentTimeoutError, EngineError, LineageError, LogError, PromptTooLongError, SettingError
 from molt.log.producer import Producer
 from molt.rollout.engine import Engine, Generation, Sampling
@@ -42,9 +43,9 @@ class CountedCalls:
         self._engine = engine
         self.n_sampled = 0
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """One model call."""
-        generation = await self._engine.generate(request_id, prompt_ids, sampling)
+        generation = await self._engine.generate(request_id, prompt_ids, sampling, images)
         self.n_sampled += len(generation.token_ids)
         return generation
 
@@ -121,7 +122,13 @@ class RolloutWorker:
             group.prompt,
             calls.generate,
             self._renderer,
-            limits=EpisodeLimits(max_turns=settings.max_turns, max_len=self._config.data.max_len, timeout_s=settings.timeout_s),
+            limits=EpisodeLimits(
+                max_turns=settings.max_turns,
+                max_len=self._config.data.max_len,
+                timeout_s=settings.timeout_s,
+                max_images=self._config.data.max_images,
+                max_image_pixels=self._config.data.max_image_pixels,
+            ),
             sampling=Sampling(
                 max_new_tokens=settings.max_new_tokens,
                 temperature=settings.temperature if group.temperature is None else group.temperature,

@@ -9,7 +9,8 @@ create table weights_refit (
     verify_s double not null,
     resume_s double not null,
     size_bytes bigint not null,
-    num_in_flight integer not null
+    num_in_flight integer not null,
+    caches varchar[]
 );
 
 comment on column weights_refit.policy_version is 'new version';
@@ -22,3 +23,4 @@ comment on column weights_refit.verify_s is 'seconds to compare digests';
 comment on column weights_refit.resume_s is 'seconds to resume';
 comment on column weights_refit.size_bytes is 'bytes sent';
 comment on column weights_refit.num_in_flight is 'requests kept in flight across the refit';
+comment on column weights_refit.caches is 'what the engines dropped of what old weights had made: kv (keys and values), images (features of images; kept where the vision tower is frozen)';

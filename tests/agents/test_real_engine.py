@@ -13,6 +13,7 @@ from molt.agents.load import load_agent
 from molt.agents.render import ChatRenderer
 from molt.agents.tokenizer import Tokenizer
 from molt.config import DataSettings
+from molt.data.images import Image
 from molt.data.prompts import Prompt, PromptSet
 from molt.data.tiny import make_model, make_prompts
 from molt.log.rows import TokenSource
@@ -30,8 +31,8 @@ class Recorder:
         self.engine = engine
         self.calls: list[tuple[list[int], Generation]] = []
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
-        answer = await self.engine.generate(request_id, prompt_ids, sampling)
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
+        answer = await self.engine.generate(request_id, prompt_ids, sampling, images)
         self.calls.append((list(prompt_ids), answer))
         return answer
 

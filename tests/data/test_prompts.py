@@ -117,7 +117,12 @@ def test_content_names_a_prompt(tmp_path: Path) -> None:
         (b'{"messages": {"role": "user"}}\n', 1, "messages is one object"),
         (b'{"messages": [{"role": "usr", "content": "x"}]}\n', 1, "messages[0].role is 'usr'"),
         (b'{"messages": [{"role": "user", "content": null}]}\n', 1, "messages[0].content is null"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}\n', 1, "messages[0].content[0] is of type 'image'"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "x.png"}]}]}\n',
+            1,
+            "messages[0].content[0].url: no such image",
+        ),
+        (b'{"messages": [{"role": "user", "content": [{"type": "video", "url": "x"}]}]}\n', 1, "messages[0].content[0] is of type 'video'"),
         (b'{"messages": [{"role": "assistant", "content": "x"}]}\n', 1, "messages ends with an assistant message"),
         (b'{"input": "x", "label": "1"}\n{"input": "y"}\n', 2, "data.label_key=label is not there; its keys are input"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from molt.log.message import Message
-from molt.log.rows import Event, Segment, Span, TokenSource, event, to_arrow
+from molt.log.rows import Event, Medium, Segment, Span, TokenSource, event, to_arrow
 
 
 def make_segment(
@@ -46,6 +46,22 @@ def make_segment(
         "finished_at": 2.0,
     }
     return Segment(**(fields | more))
+
+
+def make_image_segment(index: int, *digests: str, **more: Any) -> Segment:
+    """A segment whose image stands at tokens 1 to 4: marker, two features, marker; its payloads are image, then pixel_values."""
+    named = zip(("image", "pixel_values"), digests, strict=False)
+    fields: dict[str, Any] = {
+        "media": [Medium(name=name, payload_digest=digest, position=1, len=4) for name, digest in named],
+        "spans": [
+            Span(len=1, source=TokenSource.USER),
+            Span(len=1, source=TokenSource.TEMPLATE),
+            Span(len=2, source=TokenSource.IMAGE),
+            Span(len=1, source=TokenSource.TEMPLATE),
+            Span(len=3, source=TokenSource.POLICY, trainable=True, policy_version=0, kv_version=0, turn=0),
+        ],
+    }
+    return make_segment(index, prompt=5, sampled=3, **(fields | more))
 
 
 def segment_id(index: int) -> str:

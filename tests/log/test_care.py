@@ -26,7 +26,7 @@ from molt.log.tombstone import runs_of
 from molt.log.upkeep import Upkeep, run_to_merge, sweep
 from molt.log.verify import verify_log
 from molt.log.writer import LogWriter
-from tests.log.build import make_fact, make_segment, segment_id
+from tests.log.build import make_fact, make_image_segment, make_segment, segment_id
 
 Fast = Callable[..., Store]
 
@@ -202,6 +202,26 @@ def test_redacted_rollout_is_gone_from_every_byte(filled: Path) -> None:
     assert not any(bytes([2]) * 1000 in path.read_bytes() for path in files)
     assert verify_log(filled).is_clean
     assert LogReader.open(filled).cut().segments([segment_id(3)]).token_ids_T[0] == 300
+
+
+def test_redaction_takes_the_images_that_no_other_rollout_shows(run_dir: Path, fast: Fast) -> None:
+    """Rollouts 0 and 1 show one picture, rollout 1 alone its tensor too; the picture is stored once."""
+    picture = Payload(kind="image", data=b"\x89PNG pixels" * 100)
+    tensor = Payload.of_array("tensor", np.full((2, 3), 0.5, np.float32))
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        producer = Producer(writer, "p")
+        producer.append_sync(segments=[make_image_segment(0, picture.payload_digest)], payloads=[picture])
+        named = (picture.payload_digest, tensor.payload_digest)
+        producer.append_sync(segments=[make_image_segment(1, *named)], payloads=[picture, tensor])
+    assert LogReader.open(run_dir).cut().table("payloads", ["kind"])["kind"].to_pylist() == ["image", "tensor"]
+    with existing_core(run_dir) as core:
+        done = redact_rollout(core, "e0-p1/0/0", reason="asked by its author")
+    assert [(item.table, item.num_rows) for item in done] == [("segments", 1), ("scores", 0), ("payloads", 1)]
+    cut = LogReader.open(run_dir).cut()
+    assert cut.payload(picture.payload_digest).data == picture.data
+    left = cut.table("payloads", ["payload_digest", "data"]).to_pylist()
+    assert {row["payload_digest"]: len(row["data"]) for row in left} == {picture.payload_digest: 1100, tensor.payload_digest: 0}
+    assert verify_log(run_dir).is_clean
 
 
 def test_emptied_rows_keep_seal_and_tail_true(filled: Path) -> None:

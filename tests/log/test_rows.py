@@ -11,9 +11,9 @@ import pytest
 from molt.errors import DataError
 from molt.log.digest import merkle_root, row_digests
 from molt.log.message import Message
-from molt.log.rows import Payload, Score, Segment, Span, TokenSource, event, to_arrow
+from molt.log.rows import Medium, Payload, Score, Segment, Span, TokenSource, event, to_arrow
 from molt.schema import arrow_schema, event_kinds, reference, tables, validate
-from tests.log.build import make_message, make_segment
+from tests.log.build import make_image_segment, make_message, make_segment
 
 
 def encoded(*segments: Segment) -> pa.RecordBatch:
@@ -77,6 +77,27 @@ def test_valid_rows_pass_the_declared_checks() -> None:
 def test_a_row_that_breaks_a_rule_is_refused_by_name(broken: dict[str, object], rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         validate("segments", with_lsn(encoded(make_segment(**broken))))
+
+
+def test_segment_without_images_has_the_digest_it_had_before_there_were_any() -> None:
+    batch = encoded(make_segment())
+    assert batch["media"].to_pylist() == [None]
+    older = batch.drop_columns(["media"])
+    assert row_digests(older) == row_digests(batch)
+    assert row_digests(encoded(make_image_segment(0, "a"))) != row_digests(encoded(make_image_segment(0, "b")))
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        ({"media": None}, "image tokens without an image"),
+        ({"media": [Medium(name="image", payload_digest="a", position=5, len=4)]}, "an image lies outside the tokens"),
+    ],
+)
+def test_image_tokens_and_images_need_each_other(broken: dict[str, object], rule: str) -> None:
+    validate("segments", with_lsn(encoded(make_image_segment(0, "a", "b"))))
+    with pytest.raises(DataError, match=rule):
+        validate("segments", with_lsn(encoded(make_image_segment(0, "a", **broken))))
 
 
 def test_event_with_a_wrong_column_is_refused() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from molt.data.images import Image
 from molt.errors import EngineError, RefitError
 from molt.rollout.engine import EngineInfo, FinishReason, Generation, RefitReport, Sampling, WeightSource
 from molt.rollout.engine_actor import EngineActor, EngineHandle
@@ -31,7 +32,7 @@ class Scripted:
     async def start(self) -> EngineInfo:
         return EngineInfo(name="scripted-0", kind="scripted", policy_version=0, max_len=99, vocab_size=9, weights_digest="d")
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         reason = FinishReason.STOP
         if sampling.seed == 2:
             for _ in range(30):

@@ -40,6 +40,7 @@ def test_engines_without_a_model_are_refused() -> None:
 def arguments(*, is_cuda: bool, **rooms: dict[str, object]) -> dict[str, object]:
     options = vllm_options(config(**rooms), is_cuda=is_cuda)
     options.pop("kv_on_refit")
+    options.pop("is_vision_frozen")
     return engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options)
 
 
@@ -87,6 +88,7 @@ def test_quantization_needs_a_gpu_and_reaches_vllm_there() -> None:
     options = {is_cuda: vllm_options(config(), is_cuda=is_cuda) | {"quantization": "fp8"} for is_cuda in (False, True)}
     for one in options.values():
         one.pop("kv_on_refit")
+        one.pop("is_vision_frozen")
     assert engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options[True])["quantization"] == "fp8"
     with pytest.raises(SettingError, match="quantization=fp8 needs an NVIDIA GPU"):
         engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options[False])

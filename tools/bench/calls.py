@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from molt.data.images import Image
 from molt.data.prompts import PromptSet
 from molt.data.tiny import make_model, make_prompts
 from molt.driver.house import ray_session
@@ -40,7 +41,7 @@ class AtOnce:
 
     num_sampled = 0
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """max_new_tokens tokens that no tokenizer of this benchmark ends at."""
         count = sampling.max_new_tokens
         self.num_sampled += count
