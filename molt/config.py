@@ -128,6 +128,8 @@ class VllmSettings(Room):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: the actor's."""
     max_num_seqs: int = Field(256, gt=0)
+    seed_calls: bool = False
+    """vLLM draws for each call by a seed of its own, whatever runs beside it; on a GPU that takes a kernel per running call and token."""
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

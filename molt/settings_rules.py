@@ -155,6 +155,7 @@ def _idle_engine(config: Config) -> Iterator[str]:
             "enable_expert_parallel",
             "enable_chunked_prefill",
             "kv_cache_space_gib",
+            "seed_calls",
             "num_speculative_tokens",
             "sleep_level",
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ def engine_specs(config: Config, *, model_path: str | None = None, policy_versio
             dtype=dtype,
             max_len=config.data.max_len,
             policy_version=policy_version,
-            seed=config.run.seed,
+            seed=engine_seed(config.run.seed, index),
             request_timeout_s=settings.request_timeout_s,
             start_timeout_s=settings.start_timeout_s,
             refit_timeout_s=settings.refit_timeout_s,
@@ -88,6 +89,11 @@ def engine_specs(config: Config, *, model_path: str | None = None, policy_versio
     ]
 
 
+def engine_seed(seed: int, index: int) -> int:
+    """32 bits for one engine of a run: two engines that draw the same numbers would give members of a group the same answers."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/engine {index}".encode(), digest_size=4).digest())
+
+
 def make_engine(spec: EngineSpec) -> Engine:
     """The engine itself, in this process, not started."""
     common: dict[str, Any] = {"name": spec.name, "max_len": spec.max_len, "dtype": spec.dtype, "policy_version": spec.policy_version}
@@ -98,5 +104,5 @@ def make_engine(spec: EngineSpec) -> Engine:
     if spec.kind == "vllm":
         from molt.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(spec.model_path, **common, **spec.options)
+        return VllmEngine(spec.model_path, **common, seed=spec.seed, **spec.options)
     raise SettingError(f"vllm.engine={spec.kind}, known are vllm and embedded")

@@ -89,8 +89,8 @@ def prompt_of(call: Call, picture: Callable[[Image], Any]) -> dict[str, Any]:
     return prompt
 
 
-def sampling_params(call: Call, max_len: int, *, is_delta: bool) -> Any:
-    """vLLM's parameters of a call. is_delta: leave out routes that are known."""
+def sampling_params(call: Call, max_len: int, *, is_delta: bool, is_seeded: bool) -> Any:
+    """vLLM's parameters of a call. is_delta: leave out routes that are known. is_seeded: by a random generator of its own."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -101,7 +101,7 @@ def sampling_params(call: Call, max_len: int, *, is_delta: bool) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        seed=sampling.seed,
+        seed=sampling.seed if is_seeded else None,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         logprobs=0,

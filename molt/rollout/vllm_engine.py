@@ -60,6 +60,8 @@ class VllmEngine:
         enable_expert_parallel: bool = False,
         gpu_memory_utilization: float = 0.6,
         max_num_seqs: int = 64,
+        seed: int = 0,
+        seeds_calls: bool = False,
         enforce_eager: bool = True,
         is_compiled: bool = True,
         kv_cache_space_gib: float | None = None,
@@ -81,6 +83,7 @@ class VllmEngine:
         self._is_cuda = is_cuda
         self._kv_on_refit = kv_on_refit
         self._capture_routes = capture_routes
+        self._seeds_calls = seeds_calls
         self._arguments = engine_arguments(
             model_path,
             max_len=max_len,
@@ -92,6 +95,7 @@ class VllmEngine:
             enable_expert_parallel=enable_expert_parallel,
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
+            seed=seed,
             enforce_eager=enforce_eager,
             is_compiled=is_compiled,
             kv_cache_space_gib=kv_cache_space_gib,
@@ -215,9 +219,8 @@ class VllmEngine:
         call.marks = [(0, self._version)]
         self._num_adding += 1
         try:
-            collector = await self._llm.add_request(
-                call.vllm_id, prompt_of(call, self._picture), sampling_params(call, self._max_len, is_delta=self._is_delta(call.sampling))
-            )
+            params = sampling_params(call, self._max_len, is_delta=self._is_delta(call.sampling), is_seeded=self._seeds_calls)
+            collector = await self._llm.add_request(call.vllm_id, prompt_of(call, self._picture), params)
             call.core_id = collector.request_id
         finally:
             self._num_adding -= 1

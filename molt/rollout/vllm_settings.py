@@ -39,6 +39,7 @@ def vllm_options(config: Config, *, is_cuda: bool | None = None) -> dict[str, An
         "enable_expert_parallel": settings.enable_expert_parallel,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "max_num_seqs": settings.max_num_seqs,
+        "seeds_calls": settings.seed_calls,
         "enforce_eager": settings.enforce_eager or not is_cuda,
         "is_compiled": settings.compile,
         "kv_cache_space_gib": settings.kv_cache_space_gib,
@@ -90,6 +91,7 @@ def engine_arguments(
     enable_expert_parallel: bool,
     gpu_memory_utilization: float,
     max_num_seqs: int,
+    seed: int,
     enforce_eager: bool,
     is_compiled: bool,
     kv_cache_space_gib: float | None,
@@ -120,7 +122,7 @@ def engine_arguments(
         "trust_remote_code": False,
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
-        "seed": 0,
+        "seed": seed,
     }
     if is_cuda:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}

@@ -14,6 +14,7 @@ from molt.errors import SettingError
 from molt.rollout.engine import FinishReason, Generation, Sampling, WeightSource
 from molt.rollout.spec import engine_specs
 from molt.rollout.tasks import FailureReason, GroupTask, RefitTimes, RolloutDone, RolloutFailed
+from molt.rollout.vllm_calls import Call, sampling_params
 from molt.rollout.vllm_settings import engine_arguments, vllm_environment, vllm_num_gpus, vllm_options
 
 
@@ -32,16 +33,33 @@ def test_the_embedded_engine_refuses_tensor_parallelism() -> None:
         engine_specs(config(vllm={"engine": "embedded", "tensor_parallel_size": 2}))
 
 
+def test_engines_of_a_run_draw_other_numbers_and_the_same_ones_again() -> None:
+    def seeds(seed: int) -> list[int]:
+        return [spec.seed for spec in engine_specs(config(vllm={"num_engines": 3}, run={"seed": seed}))]
+
+    assert len({*seeds(0), *seeds(1)}) == 6 and seeds(0) == seeds(0) and max(seeds(0)) < 2**32
+    assert arguments(is_cuda=True)["seed"] == 7
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_a_call_has_a_generator_of_its_own_only_where_that_is_asked(is_seeded: bool) -> None:
+    call = Call(request_id="a", vllm_id="a", prompt_ids=[1], sampling=Sampling(max_new_tokens=3, seed=11))
+    assert sampling_params(call, 100, is_delta=False, is_seeded=is_seeded).seed == (11 if is_seeded else None)
+    assert vllm_options(config(vllm={"seed_calls": is_seeded}), is_cuda=False)["seeds_calls"] is is_seeded
+
+
 def test_engines_without_a_model_are_refused() -> None:
     with pytest.raises(SettingError, match="model_name_or_path"):
         engine_specs(Config())
 
 
-def arguments(*, is_cuda: bool, **rooms: dict[str, object]) -> dict[str, object]:
+def arguments(*, is_cuda: bool, quantization: str | None = None, **rooms: dict[str, object]) -> dict[str, object]:
     options = vllm_options(config(**rooms), is_cuda=is_cuda)
-    options.pop("kv_on_refit")
-    options.pop("is_vision_frozen")
-    return engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options)
+    for own in ("kv_on_refit", "is_vision_frozen", "seeds_calls"):
+        options.pop(own)
+    return engine_arguments("/models/a", max_len=128, dtype="bfloat16", seed=7, quantization=quantization, **options)
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
@@ -85,13 +103,9 @@ def test_what_needs_a_gpu_is_refused_without_one(key: str, value: object) -> Non
 
 
 def test_quantization_needs_a_gpu_and_reaches_vllm_there() -> None:
-    options = {is_cuda: vllm_options(config(), is_cuda=is_cuda) | {"quantization": "fp8"} for is_cuda in (False, True)}
-    for one in options.values():
-        one.pop("kv_on_refit")
-        one.pop("is_vision_frozen")
-    assert engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options[True])["quantization"] == "fp8"
+    assert arguments(is_cuda=True, quantization="fp8")["quantization"] == "fp8"
     with pytest.raises(SettingError, match="quantization=fp8 needs an NVIDIA GPU"):
-        engine_arguments("/models/a", max_len=128, dtype="bfloat16", **options[False])
+        arguments(is_cuda=False, quantization="fp8")
 
 
 def test_what_crosses_processes_pickles() -> None:

@@ -25,7 +25,7 @@ async def started(folder: Path, work: Path, **options: object) -> Bench:
 
     for name, value in vllm_environment(Config(), is_cuda=False).items():
         environ.force(name, value)
-    engine = VllmEngine(str(folder), max_len=448, **options)
+    engine = VllmEngine(str(folder), max_len=448, seeds_calls=True, **options)
     info = await engine.start()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     return Bench(engine=engine, info=info, model=model, folder=work)
