@@ -50,8 +50,13 @@ def make_processor(folder: Path, *, num_tiles: int = 1) -> Any:
     return processor
 
 
-def make_vision_model(folder: Path, *, seed: int = 0, hidden_size: int = 64, num_layers: int = 2, num_tiles: int = 1) -> None:
-    """Write a freshly initialised model of SmolVLM's shape, its tokenizer and its processor as a Hugging Face folder."""
+def make_vision_model(
+    folder: Path, *, seed: int = 0, hidden_size: int = 64, num_layers: int = 2, num_tiles: int = 1, spread: float = 0.02
+) -> None:
+    """Write a freshly initialised model of SmolVLM's shape, its tokenizer and its processor as a Hugging Face folder.
+
+    spread: standard deviation of its weights; a larger one lets its pictures weigh on what it says.
+    """
     import torch
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
@@ -73,6 +78,7 @@ def make_vision_model(folder: Path, *, seed: int = 0, hidden_size: int = 64, num
             "bos_token_id": None,
             "eos_token_id": end,
             "tie_word_embeddings": False,
+            "initializer_range": spread,
         },
         vision_config={
             "hidden_size": 64,
@@ -81,12 +87,14 @@ def make_vision_model(folder: Path, *, seed: int = 0, hidden_size: int = 64, num
             "num_attention_heads": 2,
             "image_size": IMAGE_SIZE,
             "patch_size": PATCH_SIZE,
+            "initializer_range": spread,
         },
         scale_factor=SCALE_FACTOR,
         image_token_id=processor.image_token_id,
         pad_token_id=0,
         eos_token_id=end,
         tie_word_embeddings=False,
+        initializer_range=spread,
     )
     state = torch.get_rng_state()
     torch.manual_seed(seed)

@@ -45,9 +45,9 @@ def features_per_tile(lm: Any) -> int:
 
 
 def blank_tensors(lm: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of one blank tile, for a pass that shows none."""
+    """Tensors of one white tile, for a pass that shows none. The model skips a tile that is all zeros."""
     size = int(lm.config.vision_config.image_size)
     return {
-        "pixel_values": torch.zeros((1, 3, size, size), device=device),
+        "pixel_values": torch.ones((1, 3, size, size), device=device),
         "pixel_attention_mask": torch.ones((1, size, size), dtype=torch.bool, device=device),
     }

@@ -104,6 +104,7 @@ def _tied_last(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 _DRAFT = re.compile(r"(^|\.)(mtp|mtp_layers)\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+_VISION = re.compile(r"(^|\.)(vision_model|vision_tower|visual)\.")
 
 
 def draft_names(names: Iterable[str], num_layers: int) -> set[str]:
@@ -111,7 +112,7 @@ def draft_names(names: Iterable[str], num_layers: int) -> set[str]:
 
     No trainer has them, so no refit brings them: a draft head stays as it was loaded.
     """
-    layers = {name: _LAYER.search(name) for name in names}
+    layers = {name: None if _VISION.search(name) else _LAYER.search(name) for name in names}
     return {name for name, layer in layers.items() if _DRAFT.search(name) or (layer is not None and int(layer[2]) >= num_layers)}
 
 

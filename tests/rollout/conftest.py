@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from molt.data.processor import ImageProcessor
+
 
 @pytest.fixture(scope="session")
 def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,6 +31,24 @@ def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-dense")
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random SmolVLM (Idefics3): 2 layers of text and of vision, two tiles along an image and its overview."""
+    from molt.data.tiny_vision import make_vision_model
+
+    folder = tmp_path_factory.mktemp("tiny-vision")
+    make_vision_model(folder, num_tiles=2, spread=0.2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def processor(tiny_vision: Path) -> ImageProcessor:
+    """The processor of tiny_vision."""
+    processor = ImageProcessor.load(tiny_vision)
+    assert processor is not None
+    return processor
 
 
 @pytest.fixture(scope="session")

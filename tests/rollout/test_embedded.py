@@ -12,16 +12,19 @@ import pytest_asyncio
 import torch
 
 from molt.rollout.embedded import EmbeddedEngine
+from molt.rollout.vision import model_class
 from molt.rollout.weights import named_weights, write_weights
 from tests.rollout.engine_contract import PROMPT, TOLERANCE, Bench, EngineContract, sampling, wait_for_tokens
+from tests.rollout.image_contract import ImageContract
 
 
 async def started(folder: Path, work: Path, **options: object) -> Bench:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     engine = EmbeddedEngine(str(folder), max_len=448, **options)
     info = await engine.start()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    kind = model_class(AutoConfig.from_pretrained(folder))
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     return Bench(engine=engine, info=info, model=model, folder=work)
 
 
@@ -35,6 +38,11 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.mark.asyncio(loop_scope="class")
 class TestEmbeddedDense(EngineContract):
     model = "tiny_dense"
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestEmbeddedVision(ImageContract):
+    model = "tiny_vision"
 
 
 @pytest.mark.asyncio(loop_scope="class")

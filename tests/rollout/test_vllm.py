@@ -13,21 +13,25 @@ import torch
 
 from molt import environ
 from molt.config import Config
+from molt.rollout.vision import model_class
 from molt.rollout.vllm_engine import VllmEngine
 from molt.rollout.vllm_settings import vllm_environment
+from molt.rollout.weights import named_weights, write_weights
 from tests.rollout.engine_contract import PROMPT, TOLERANCE, Bench, EngineContract, sampling, wait_for_tokens
+from tests.rollout.image_contract import ImageContract
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 async def started(folder: Path, work: Path, **options: object) -> Bench:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     for name, value in vllm_environment(Config(), is_cuda=False).items():
         environ.force(name, value)
     engine = VllmEngine(str(folder), max_len=448, seeds_calls=True, **options)
     info = await engine.start()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    kind = model_class(AutoConfig.from_pretrained(folder))
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     return Bench(engine=engine, info=info, model=model, folder=work)
 
 
@@ -67,6 +71,26 @@ class TestVllmMoe(EngineContract):
         assert [turn.routes_from for turn in turns] == [0, len(PROMPT) + 23]
         assert whole is not None and later is not None and later.shape == (26, 2, 2)
         assert (np.sort(later, -1) == np.sort(whole[len(PROMPT) + 23 :], -1)).all()
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmVision(ImageContract):
+    model = "tiny_vision"
+    options = {"max_images": 4, "is_vision_frozen": False}
+
+    async def test_text_alone_is_served_as_by_any_model(self, bench: Bench) -> None:
+        result = await bench.generate(PROMPT, sampling())
+        assert result.prompt_ids is None
+        assert np.abs(result.logprobs - bench.logprobs(PROMPT, result.token_ids, 1.0)).max() < TOLERANCE
+
+    async def test_features_of_images_are_kept_where_the_tower_is_frozen(self, bench: Bench) -> None:
+        bench.engine._is_vision_frozen = True
+        source = write_weights(named_weights(bench.model), policy_version=bench.version + 1, folder=bench.folder)
+        await bench.engine.pause("keep")
+        report = await bench.engine.refit(source)
+        await bench.engine.resume()
+        bench.version += 1
+        assert report.caches == ("kv",)
 
 
 @pytest.mark.asyncio(loop_scope="class")

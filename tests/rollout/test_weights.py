@@ -108,6 +108,7 @@ def test_draft_heads_are_known_by_their_names() -> None:
         "model.mtp_layers.0.input_proj.weight",  # MiMo
         "mtp.fc.weight",  # Qwen3-Next
         "lm_head.weight",
+        "model.vision_model.encoder.layers.2.mlp.fc1.weight",  # SmolVLM: a tower may have more layers than the language model
     ]
     assert draft_names(names, 2) == {"model.layers.2.eh_proj.weight", "model.mtp_layers.0.input_proj.weight", "mtp.fc.weight"}
 
