@@ -1,4 +1,4 @@
--- In which segments does a later token carry an older policy version, or a version that its bounds exclude?
+-- In which segments does a later token carry an older policy version, stale cache entries, or a version that its bounds exclude?
 -- parameters: none
 -- grain: one row per segment and fault
 -- empty when all is well
@@ -15,6 +15,12 @@ faults as (
     union all
     select segment_id, first_position, 'cache entries are younger than the token: kv_version ' || kv_version || ' over ' || policy_version
     from sampled where kv_version > policy_version
+    union all
+    select
+        segment_id, first_position,
+        'cache entries are older than the token: kv_version ' || kv_version || ' under ' || policy_version || ' with vllm.kv_on_refit=recompute'
+    from sampled join attempts using (attempt)
+    where kv_version < policy_version and attempts.config->>'$.vllm.kv_on_refit' = 'recompute'
     union all
     select segments.segment_id, null, 'version_min or version_max is not that of its spans'
     from segments join bounds using (lsn)

@@ -60,6 +60,7 @@ def cut(packed: Packed, group: dist.ProcessGroup) -> Cut:
     num, rank = dist.get_world_size(group), dist.get_rank(group)
     packed = _padded(packed, num)
     length = packed.input_ids.shape[1]
+    written = length - packed.n_padding
     bounds = [length * i // num for i in range(num + 1)]
     low, high = bounds[rank], bounds[rank + 1]
     starts = [0]
@@ -79,6 +80,7 @@ def cut(packed: Packed, group: dist.ProcessGroup) -> Cut:
         temperature_N=packed.temperature_N[span],
         row_N=packed.row_N[span],
         routes_LMK=None if packed.routes_LMK is None else packed.routes_LMK[low:high],
+        n_padding=high - max(low, min(high, written)),
     )
     seen = Slice(key_lengths=tuple(min(stop, high) - start for start, stop in rows), first_key=rows[0][0], stop=high, group=group)
     return Cut(packed=own, own=seen, counts=tuple(b - a for a, b in pairwise(edges)))
@@ -98,6 +100,7 @@ def _padded(packed: Packed, multiple: int) -> Packed:
         position_ids=torch.cat([packed.position_ids, torch.arange(missing, device=device)[None]], dim=1),
         row_lengths=(*packed.row_lengths, missing),
         routes_LMK=routes,
+        n_padding=packed.n_padding + missing,
     )
 
 

@@ -70,7 +70,7 @@ class TokenScorer(nn.Module):
         """Log-probs and entropies of the tokens that this rank computes."""
         inputs = self.inputs(packed, part)
         if self.routes is not None:
-            self.routes.lay(packed.routes_LMK)
+            self.routes.lay(packed.routes_LMK, n_padding=packed.n_padding)
         if self.inner_head is not None:
             with self.inner_head.scores(packed, wants_entropy) as found:
                 logprobs_N = self.lm(**inputs, logits_to_keep=packed.index_N).logits

@@ -6,7 +6,7 @@ Axes: L packed tokens of one micro-batch, R rows (segments) in it, N sampled tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ class Packed:
     """(F,) int64: places in L that take the features of images, in order; None without images."""
     image_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """What the processor made of the images, tiles after tiles: (tiles, ...) by name."""
+    n_padding: int = 0
+    """Tokens at the end that nobody wrote: of a dummy, or of what fills up a slice."""
 
     def to(self, device: torch.device) -> Packed:
         """The same micro-batch on another device."""
@@ -68,6 +70,7 @@ class Packed:
             routes_LMK=None if self.routes_LMK is None else self.routes_LMK.to(device, non_blocking=True),
             feature_F=None if self.feature_F is None else self.feature_F.to(device, non_blocking=True),
             image_tensors={name: tensor.to(device, non_blocking=True) for name, tensor in self.image_tensors.items()},
+            n_padding=self.n_padding,
         )
 
 
@@ -111,7 +114,7 @@ def pack(
 
 def dummy() -> Packed:
     """A row of two tokens for a rank that has nothing to do, so that it takes part in every collective."""
-    return pack([np.zeros(2, np.int32)], [np.array([False, True])])
+    return replace(pack([np.zeros(2, np.int32)], [np.array([False, True])]), n_padding=2)
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -9,6 +9,7 @@ Axes: L packed tokens, M layers with experts, K experts of a token, E experts of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -24,7 +25,9 @@ UNKNOWN = -1
 SOFTMAX_ROUTERS = ("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "OlmoeTopKRouter")
 """Hugging Face routers that take the K most probable experts of a softmax."""
 MIN_TOKENS = 1000
-"""Replayed tokens from which on the agreement of a layer is judged."""
+"""Tokens from which on a step's share of known routes, and the agreement of a layer, are judged."""
+MIN_SHARE = 0.5
+"""Of tokens whose routes are known: below it a step that says that it replays mostly does not."""
 
 
 @dataclass(slots=True)
@@ -42,16 +45,21 @@ class RouteSlot:
 
     def __init__(self, name: str, *, num_experts: int, top_k: int) -> None:
         self.name = name
+        found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        self.layer = None if found is None else int(found[1])
+        """Number of its layer in the model, those without experts counted; None where the name tells none."""
         self.num_experts = num_experts
         self.top_k = top_k
         self.target_LK: torch.Tensor | None = None
+        self.n_padding = 0
+        """Tokens at the end that belong to no row."""
         self.is_replayed = True
         """False: the engine's experts are compared with the live ones, which stay."""
         self.counts = RouteCounts()
 
     def apply(self, live_LK: torch.Tensor) -> torch.Tensor:
         """The engine's experts where known, else the live ones. # (L, K)"""
-        self.counts.n_tokens += len(live_LK)
+        self.counts.n_tokens += len(live_LK) - self.n_padding
         if self.target_LK is None:
             return live_LK
         assert self.target_LK.shape == live_LK.shape, f"{self.name}: {tuple(self.target_LK.shape)} routes for {tuple(live_LK.shape)} tokens"
@@ -65,10 +73,15 @@ class RouteSlot:
 
 
 class Routes:
-    """All routers of a model, in layer order."""
+    """All routers of a model, in layer order.
 
-    def __init__(self, slots: Sequence[RouteSlot]) -> None:
+    Engines tell a row for each layer with experts, or for each layer of the model; of the latter the layers with experts are taken.
+    """
+
+    def __init__(self, slots: Sequence[RouteSlot], *, num_layers: int) -> None:
+        """num_layers: all layers of the model."""
         self.slots = list(slots)
+        self.num_layers = num_layers
 
     @classmethod
     def install(cls, lm: nn.Module, *, setting: str = "train.routing_replay=true") -> Routes:
@@ -87,12 +100,13 @@ class Routes:
             slots.append(slot)
         if not slots:
             raise SettingError(f"{setting}, the model has no router that Molt knows; leave the setting out")
-        return cls(slots)
+        config: Any = lm.config
+        return cls(slots, num_layers=int(config.get_text_config().num_hidden_layers))
 
     def check(self, routes_LMK: np.ndarray, where: str) -> None:
         """LineageError for routes that this model cannot have made: another number of layers or experts per token, or an unknown expert."""
         slots = self.slots
-        if routes_LMK.shape[1:] != (len(slots), slots[0].top_k):
+        if routes_LMK.shape[1] not in self._layouts() or routes_LMK.shape[2] != slots[0].top_k:
             found = f"{routes_LMK.shape[1]} layers and {routes_LMK.shape[2]} experts of a token"
             raise LineageError(
                 f"{where}: routes of {found}, the trainer has {len(slots)} layers with experts and chooses {slots[0].top_k}; "
@@ -101,10 +115,21 @@ class Routes:
         if routes_LMK.size and not UNKNOWN <= int(routes_LMK.min()) <= int(routes_LMK.max()) < slots[0].num_experts:
             raise LineageError(f"{where}: expert {int(routes_LMK.max())} of {slots[0].num_experts}; the routes are damaged")
 
-    def lay(self, routes_LMK: torch.Tensor | None) -> None:
-        """Choose these experts in every forward and backward pass until the next call; None is live routing."""
-        for layer, slot in enumerate(self.slots):
-            slot.target_LK = None if routes_LMK is None else routes_LMK[:, layer].long()
+    def lay(self, routes_LMK: torch.Tensor | None, *, n_padding: int = 0) -> None:
+        """Choose these experts in every forward and backward pass until the next call; None is live routing.
+
+        n_padding: tokens at the end that belong to no row, and count as none.
+        """
+        places = [] if routes_LMK is None else self._layouts()[routes_LMK.shape[1]]
+        for number, slot in enumerate(self.slots):
+            slot.target_LK = None if routes_LMK is None else routes_LMK[:, places[number]].long()
+            slot.n_padding = n_padding
+
+    def _layouts(self) -> dict[int, list[int]]:
+        """Rows of the layers with experts among the rows that an engine tells, by the number of those."""
+        layers = [slot.layer for slot in self.slots]
+        whole = {} if None in layers else {self.num_layers: [layer for layer in layers if layer is not None]}
+        return whole | {len(self.slots): list(range(len(self.slots)))}
 
     def observe(self, *, is_replayed: bool) -> None:
         """Whether what is laid is taken, or only compared with the live choice."""
@@ -119,7 +144,11 @@ class Routes:
         return counts
 
     def misrouted(self, counts: Sequence[RouteCounts]) -> str | None:
-        """Names a layer whose routes agree with the trainer's no better than twice chance: they are of another layer, or damaged."""
+        """Why the routes of a step cannot be trusted: most tokens have none, or those of a layer agree with the trainer's no better than
+        twice chance, so that they are of another layer, or damaged."""
+        n_tokens, n_replayed = sum(count.n_tokens for count in counts), sum(count.n_replayed for count in counts)
+        if n_tokens >= MIN_TOKENS * len(counts) and n_replayed < MIN_SHARE * n_tokens:
+            return f"the engine told the routes of {n_replayed / n_tokens:.2f} of the tokens, at least {MIN_SHARE} are needed for a replay"
         for slot, count in zip(self.slots, counts, strict=True):
             floor = min(0.9, 2 * slot.top_k / slot.num_experts)
             if count.n_replayed >= MIN_TOKENS and count.overlap / count.n_replayed < floor:

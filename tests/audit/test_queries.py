@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from molt.audit.questions import load_questions, read_question
+from molt.audit.questions import ask_question, load_questions, read_question
 from molt.errors import SettingError
 from molt.log.rows import Medium, Payload, Span, TokenSource
 from molt.places import folder
 
+P, U = TokenSource.POLICY, TokenSource.USER
 INVARIANTS = sorted(name for name, question in load_questions().items() if question.is_invariant)
 
 
@@ -218,6 +220,25 @@ def test_version_of_a_checkpoint_is_live(log) -> None:
 def test_version_that_falls_is_found(log) -> None:
     log.segment("e0-p0/0/0", versions=(1, 0))
     assert log.rows("versions_ordered") == [("e0-p0/0/0/0", 4, "policy version falls from 1 to 0")]
+
+
+@pytest.mark.parametrize(("setting", "is_found"), [("recompute", True), ("keep", False)])
+def test_cache_of_older_weights_is_found_where_it_was_to_be_recomputed(log, setting: str, is_found: bool) -> None:
+    log.event("attempt_started", config=json.dumps({"vllm": {"kv_on_refit": setting}}))
+    spans = [Span(len=2, source=U), Span(len=2, source=P, trainable=True, policy_version=1, kv_version=0)]
+    log.segment("e0-p0/0/0", versions=(1,), spans=spans)
+    fault = "cache entries are older than the token: kv_version 0 under 1 with vllm.kv_on_refit=recompute"
+    assert log.rows("versions_ordered") == ([("e0-p0/0/0/0", 2, fault)] if is_found else [])
+
+
+def test_step_tells_the_lag_of_its_oldest_tokens_and_of_all(log) -> None:
+    log.start()
+    log.dispatch()
+    # Two tokens of version 0, two of version 1, trained at version 1: the oldest lag by 1, all of them by (2 x 1 + 2 x 0) / 4.
+    log.step(1, log.segment(versions=(0, 1)), lag=1)
+    answer = ask_question(log.connection, load_questions()["steps"])
+    found = dict(zip(answer.columns, answer.rows[0], strict=True))
+    assert (found["lag_max"], found["token_lag_mean"]) == (1, 0.5)
 
 
 def test_version_bounds_that_lie_are_found(log) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from molt.admission.plan import plan_step
+from molt.admission.plan import StepPlan, plan_step
 from molt.config import Config
 from molt.data.prompts import PromptSet
+from molt.driver.house import alongside
 from molt.driver.leader import MAX_REFUSED, Leader
 from molt.errors import StalledError
 from molt.learn.result import Refusal, RefusalReason, StepResult
@@ -20,6 +24,7 @@ from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.writer import LogWriter
 from molt.rollout.tasks import FailureReason, FinishedGroup, GroupTask, RolloutFailed
+from tests.learn.tiny import make_rows, to_segments
 
 
 class ScriptedPool:
@@ -51,19 +56,43 @@ class ScriptedPool:
         return "scripted"
 
 
+class WritingPool(ScriptedPool):
+    """Ends each rollout at once: its segment, sampled under the version told for its group, goes into the log."""
+
+    def __init__(self, writer: LogWriter, *, versions: Sequence[int]) -> None:
+        super().__init__()
+        self.versions = list(versions)
+        """Of each group in the order of dispatch."""
+        self._producer = Producer(writer, "pool")
+
+    async def dispatch(self, *groups: GroupTask) -> None:
+        await super().dispatch(*groups)
+        for group in groups:
+            (row,) = make_rows(1, version=self.versions[len(self.dispatched) - len(groups) + groups.index(group)])
+            (segment,) = to_segments([replace(row, segment_id=f"{group.group_id}/0/0/0")])
+            placed = replace(segment, group_size=1, prompt_index=group.prompt.prompt_index, reward=1.0)
+            await self._producer.append(segments=[placed])
+            self._finished.append(FinishedGroup(group=group, done=(), failed=()))
+
+
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[LogWriter]:
     with LogWriter.open(tmp_path / "run", run="run", attempt=1, store="process") as writer:
         yield writer
 
 
-def make_leader(tmp_path: Path, writer: LogWriter, pool: ScriptedPool, **changes: dict[str, Any]) -> Leader:
+async def nothing() -> None:
+    """What a leader does meanwhile here."""
+
+
+def make_leader(tmp_path: Path, writer: LogWriter, pool: ScriptedPool, *, num_prompts: int = 64, **changes: dict[str, Any]) -> Leader:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"input": "{i}+1", "label": "{i + 1}"}}\n' for i in range(64)))
+    prompts.write_text("".join(f'{{"input": "{i}+1", "label": "{i + 1}"}}\n' for i in range(num_prompts)))
     config = Config.model_validate(
         {"train": {"batch_size": 4, "num_steps": 20}, "rollout": {"batch_size": 2, "n_samples_per_prompt": 2}} | changes
     )
-    house = SimpleNamespace(reader=LogReader.open(tmp_path / "run"), producer=Producer(writer, "driver"), pool=pool, ranks=None)
+    ranks = SimpleNamespace(expect=lambda plan: None)
+    house = SimpleNamespace(reader=LogReader.open(tmp_path / "run"), producer=Producer(writer, "driver"), pool=pool, ranks=ranks)
     return Leader(config, prompts=PromptSet.load(str(prompts), config.data), house=house, say=lambda text: None)
 
 
@@ -94,6 +123,32 @@ async def test_groups_that_only_fail_end_the_run_with_the_last_error(tmp_path: P
         with pytest.raises(StalledError, match=r"4 groups in a row failed.*KeyError: 'no such tool'"):
             await leader.feed()
     assert events(tmp_path, "group_decided") == 4  # 2 * rollout.batch_size, each with its reason
+
+
+@pytest.mark.parametrize(("last_version", "sizes"), [(1, [2, 2, 1]), (0, [2, 2])])
+async def test_prompts_end_in_a_short_step_or_a_stale_group_and_then_in_no_plan(
+    tmp_path: Path, writer: LogWriter, last_version: int, sizes: list[int]
+):
+    """Five prompts in steps of two, at most one version old. The last group trains alone, or is two versions old by then and dropped."""
+    pool = WritingPool(writer, versions=[0, 0, 0, 0, last_version])
+    rooms = {"train": {"batch_size": 2, "num_epochs": 1}, "rollout": {"batch_size": 2, "n_samples_per_prompt": 1}}
+    leader = make_leader(tmp_path, writer, pool, num_prompts=5, admission={"max_lag": 1}, **rooms)
+    plans: list[StepPlan] = []
+    async with asyncio.timeout(30):
+        async with alongside(leader.feed()):
+            for step in range(4):
+                plan = await leader.next_plan(step, num_ranks=1, is_stopped=lambda: False, meanwhile=nothing)
+                if plan is None:
+                    break
+                plans.append(plan)
+                leader.serve(step + 1)
+    await leader.settled()
+    assert [plan.num_groups for plan in plans] == sizes and leader.is_exhausted
+    trained = [row.group_id for plan in plans for row in plan.segments]
+    assert sorted(trained) == sorted(leader.order.place(i).group_id for i in range(sum(sizes)))
+    told = LogReader.open(tmp_path / "run").cut().table("events", ["body"], where="kind = 'group_decided'")["body"].to_pylist()
+    decisions = Counter(json.loads(body)["decision"] for body in told)
+    assert decisions == ({"admitted": 5} if last_version else {"admitted": 4, "stale": 1})
 
 
 async def test_steps_that_are_refused_one_after_the_other_end_the_run(tmp_path: Path, writer: LogWriter):

@@ -172,10 +172,10 @@ def check_steps(one: Outcome, other: Outcome) -> None:
         assert abs(a.loss - b.loss) < 1e-6
         assert abs(a.grad_norm - b.grad_norm) < 1e-5 * a.grad_norm
         assert a.n_kept == b.n_kept and [use.segment_id for use in a.uses] == [use.segment_id for use in b.uses]
-        for name in ("replayed_share", "expert_agreement_mean"):
-            if name in a.metrics:
-                # A slice's row of padding counts as live tokens, at most 3 of about 90.
-                assert abs(a.metrics[name] - b.metrics[name]) < 0.05
+        assert a.metrics.get("replayed_share") == b.metrics.get("replayed_share")  # padding of slices and dummies counts as no token
+        if "expert_agreement_mean" in a.metrics:
+            # A choice between two experts of nearly equal score may fall otherwise: one of 2 of about 75 tokens in one of 2 layers.
+            assert abs(a.metrics["expert_agreement_mean"] - b.metrics["expert_agreement_mean"]) < 0.01
 
 
 def check_weights(one: Outcome, other: Outcome) -> None:

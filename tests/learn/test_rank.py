@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from molt.learn.result import RefusalReason
@@ -65,6 +67,22 @@ def test_missing_logprob_of_a_trainable_token_refuses_the_step(model: Path) -> N
     assert result.refused is not None and result.refused.reason is RefusalReason.LINEAGE
     assert rows[2].segment_id in result.refused.error and "token 4" in result.refused.error
     assert all(torch.equal(before[name], now) for name, now in weights_of(rank).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"), [({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"logprobs_mode": "none"}, "logprobs_mode=none")]
+)
+def test_tokens_of_another_distribution_are_refused_under_correction(model: Path, changes: dict[str, Any], why: str) -> None:
+    rows = make_rows(4)
+    rows[1] = replace(rows[1], **changes)
+    for level in ("token", "off"):
+        algo = {"advantage": {"estimator": "grpo", "is_correction_level": level, "is_correction_mode": "trunc"}}
+        refused = make_rank(make_config(model, algo=algo), rows).train(make_plan(rows)).refused
+        if level == "off":
+            assert refused is None
+        else:
+            assert refused is not None and refused.reason is RefusalReason.LINEAGE
+            assert rows[1].segment_id in refused.error and why in refused.error
 
 
 def test_fully_rejected_batch_does_not_step(model: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import LineageError, SettingError
 from molt.learn.model import TokenScorer, load_model
-from molt.learn.packing import pack
+from molt.learn.packing import dummy, pack
 from molt.learn.result import RefusalReason
-from molt.learn.routes import Routes, pack_routes
+from molt.learn.routes import RouteCounts, Routes, pack_routes
 from molt.learn.rows import Row
 from tests.learn.tiny import make_config, make_moe, make_plan, make_rank, make_rows
 
@@ -149,6 +149,43 @@ def test_layer_that_agrees_no_better_than_chance_is_named(moe: Path) -> None:
         slot.counts.n_replayed, slot.counts.overlap = 1000, 1000 * share
     # chance is 2 of 8; the floor is twice that
     assert "layers.1.mlp.gate" in (routes.misrouted(routes.take_counts()) or "")
+
+
+def test_step_whose_routes_are_mostly_unknown_is_no_replay(moe: Path) -> None:
+    routes = Routes.install(load_model(str(moe), ActorSettings(), FsdpSettings()).lm)
+    for num_known, is_refused in ((499, True), (500, False)):
+        for slot in routes.slots:
+            slot.counts = RouteCounts(n_tokens=1000, n_replayed=num_known, overlap=num_known)
+        assert (f"routes of {num_known / 1000:.2f} of the tokens" in (routes.misrouted(routes.take_counts()) or "")) == is_refused
+
+
+@pytest.mark.parametrize("num_rows", [2, 3])
+def test_layers_without_experts_are_left_out_of_either_layout(tmp_path: Path, num_rows: int) -> None:
+    """Layer 0 is dense. An engine tells 3 rows, one for each layer, or 2, one for each layer with experts; any other number is refused."""
+    rows = make_rows(1)
+    scorer = scorer_of(make_moe(tmp_path / "moe", num_layers=3, dense_layers=[0]))
+    assert scorer.routes is not None and [slot.layer for slot in scorer.routes.slots] == [1, 2]
+    chosen = np.random.default_rng(0).permuted(np.tile(np.arange(NUM_EXPERTS), (len(rows[0].token_ids), 2, 1)), axis=-1)[..., :TOP_K]
+    chosen = chosen.astype(np.int16)
+    told = chosen if num_rows == 2 else np.concatenate([np.zeros_like(chosen[:, :1]), chosen], axis=1)
+    scorer.routes.check(told, "segment a")
+    with pytest.raises(LineageError, match="routes of 4 layers"):
+        scorer.routes.check(np.concatenate([told, told], axis=1)[:, :4], "segment a")
+    packed = pack([rows[0].token_ids], [rows[0].is_sampled], routes=[told])
+    scorer(packed)
+    assert [slot.target_LK.tolist() for slot in scorer.routes.slots if slot.target_LK is not None] == [
+        chosen[:, 0].tolist(), chosen[:, 1].tolist()
+    ]  # fmt: skip
+
+
+def test_padding_and_dummies_count_as_no_token(moe: Path) -> None:
+    scorer = scorer_of(moe)
+    assert scorer.routes is not None
+    scorer(dummy())
+    assert [count.n_tokens for count in scorer.routes.take_counts()] == [0, 0]
+    ids = np.array([0, 0, 5], np.int32)  # id 0 is a token like any other
+    scorer(pack([ids], [np.array([False, True, True])]))
+    assert [count.n_tokens for count in scorer.routes.take_counts()] == [3, 3]
 
 
 def test_frozen_router_stays(moe: Path) -> None:

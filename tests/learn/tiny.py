@@ -46,8 +46,8 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, num_entries: i
     return folder
 
 
-def make_moe(folder: Path, *, seed: int = 0, num_entries: int = VOCAB) -> Path:
-    """A random mixture of experts: two layers of eight experts, two for a token."""
+def make_moe(folder: Path, *, seed: int = 0, num_entries: int = VOCAB, num_layers: int = 2, dense_layers: Sequence[int] = ()) -> Path:
+    """A random mixture of experts: two layers of eight experts, two for a token. dense_layers: layers without experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -56,7 +56,8 @@ def make_moe(folder: Path, *, seed: int = 0, num_entries: int = VOCAB) -> Path:
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
+        mlp_only_layers=list(dense_layers),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

@@ -205,6 +205,18 @@ class EngineContract:
         assert np.abs(old.logprobs - bench.logprobs(PROMPT, old.token_ids, 1.0)).max() > 100 * TOLERANCE
         assert await bench.engine.weights_digest() == model_digest(digest_tensors(named_weights(bench.model)))
 
+    async def test_a_refit_that_changes_nothing_arrives_all_the_same(self, bench: Bench) -> None:
+        # A step below the precision of what is sent: the version moves, weights and tokens stay.
+        digest, before = await bench.engine.weights_digest(), await bench.generate(PROMPT, sampling(seed=3))
+        source = write_weights(bench.change(seed=0, scale=0.0), policy_version=bench.version + 1, folder=bench.folder)
+        await bench.engine.pause("keep")
+        report = await bench.engine.refit(source)
+        await bench.engine.resume()
+        bench.version += 1
+        after = await bench.generate(PROMPT, sampling(seed=3))
+        assert report.policy_version == bench.version and report.weights_digest == digest == await bench.engine.weights_digest()
+        assert after.token_ids.tolist() == before.token_ids.tolist() and set(after.policy_versions.tolist()) == {bench.version}
+
     async def test_cached_prefixes_of_old_weights_are_not_used_after_a_refit(self, bench: Bench) -> None:
         prompt = [int(token) for token in (np.arange(150) * 7) % 200]
         for _ in range(2):

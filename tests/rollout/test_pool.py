@@ -148,6 +148,15 @@ async def test_groups_end_with_their_segments_in_the_log(shared: Rig) -> None:
     assert [body["group_id"] for body in shared.events("group_dispatched")] == [f"e0-p{index}" for index in range(4)]
 
 
+async def test_all_calls_of_a_rollout_go_to_one_engine(shared: Rig) -> None:
+    handles = [berth.handle for berth in shared.pool._fleet.serving]
+    before = [(await handle.health()).num_sampled for handle in handles]
+    await shared.pool.dispatch(group(6, "turns", size=1))
+    (done,) = (await shared.pool.next(LIMIT_S)).done
+    sampled = [(await handle.health()).num_sampled - was for handle, was in zip(handles, before, strict=True)]
+    assert len(handles) == 2 and done.num_turns == 3 and sorted(sampled) == [0, done.n_sampled]
+
+
 async def test_a_rollout_whose_worker_died_after_its_commit_is_found_in_the_log(shared: Rig) -> None:
     await shared.pool.dispatch(group(5, size=1))
     (done,) = (await shared.pool.next(LIMIT_S)).done

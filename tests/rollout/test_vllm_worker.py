@@ -32,5 +32,7 @@ def test_routes_are_fitted_to_the_tokens_asked_for_and_whole_prefixes_are_refuse
     rows = np.arange(12, dtype=np.uint8).reshape(6, 1, 2)
     assert fit_routes(rows, 5).tolist() == rows[:5].tolist()
     assert fit_routes(rows, 7)[6].tolist() == [[-1, -1]]
+    # 256 experts in a byte leave no room for a row that is missing: it is -1, apart from the expert 255.
+    assert fit_routes(np.array([[[0, 255]]], np.uint8), 2).tolist() == [[[0, 255]], [[-1, -1]]]
     with pytest.raises(LineageError, match="of 60 positions where 5 were asked for"):
         fit_routes(np.zeros((60, 1, 2), np.uint8), 5)
