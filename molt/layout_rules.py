@@ -75,12 +75,31 @@ def model_findings(config: Config, shape: ModelShape) -> Iterator[str]:
         )
     if vllm.enable_expert_parallel and not shape.num_experts:
         yield f"vllm.enable_expert_parallel=true does nothing with a model without experts ({shape.model_type}); drop it"
+    yield from _image_findings(config, shape)
     width = vllm.tensor_parallel_size
     if shape.num_heads % width:
         yield (
             f"vllm.tensor_parallel_size={width} does not divide the model's {shape.num_heads} attention heads; "
             f"{_way_out('vllm.tensor_parallel_size', shape.num_heads, width)}"
         )
+
+
+def _image_findings(config: Config, shape: ModelShape) -> Iterator[str]:
+    """What images do not allow, and what does nothing without them."""
+    fsdp = config.fsdp
+    if not shape.has_eyes:
+        rooms = {"actor": ("freeze_vision",), "data": ("images_key", "max_images", "max_image_pixels")}
+        for room, names in rooms.items():
+            own = getattr(config, room)
+            for name in names:
+                if name in own.model_fields_set and getattr(own, name) != type(own).model_fields[name].default:
+                    yield f"{room}.{name}={getattr(own, name)} does nothing with a model that takes no images ({shape.model_type}); drop it"
+        return
+    for name in ("tp_size", "cp_size", "ep_size"):
+        if getattr(fsdp, name) > 1:
+            yield f"fsdp.{name}={getattr(fsdp, name)} cannot spread a model that takes images; set it to 1 and raise fsdp.num_ranks"
+    if config.actor.implementation == "automodel":
+        yield "actor.implementation=automodel does not load models that take images here; set it to hf or auto"
 
 
 def _way_out(name: str, count: int, size: int) -> str:

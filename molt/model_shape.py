@@ -57,6 +57,8 @@ class ModelShape:
     """Multi-token-prediction layers, which an engine can draft with; 0 without."""
     is_tied: bool
     """Whether embedding and output head are one tensor."""
+    has_eyes: bool = False
+    """Whether it takes images, and Molt carries them."""
 
     @classmethod
     def read(cls, folder: str | Path) -> ModelShape:
@@ -70,10 +72,11 @@ class ModelShape:
         missing = [name for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if name not in text]
         if missing:
             raise SettingError(f"actor.model_name_or_path={folder}, its config.json lacks {', '.join(missing)}; give a decoder's folder")
-        return cls._of(text, is_tied=bool(text.get("tie_word_embeddings", whole.get("tie_word_embeddings", False))))
+        is_tied = bool(text.get("tie_word_embeddings", whole.get("tie_word_embeddings", False)))
+        return cls._of(text, is_tied=is_tied, has_eyes=whole.get("model_type") in IMAGE_FAMILIES)
 
     @classmethod
-    def _of(cls, text: dict[str, Any], *, is_tied: bool) -> ModelShape:
+    def _of(cls, text: dict[str, Any], *, is_tied: bool, has_eyes: bool) -> ModelShape:
         heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
         experts = _first(text, "num_experts", "n_routed_experts", "num_local_experts")
         return cls(
@@ -91,6 +94,7 @@ class ModelShape:
             max_positions=_first(text, "max_position_embeddings"),
             num_draft_layers=_first(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
             is_tied=is_tied,
+            has_eyes=has_eyes,
         )
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from molt.agents.env import AgentRunner, Env
 from molt.agents.load import LoadedAgent, load_agent
 from molt.agents.probe import TemplateProbe, check_template, check_tokenizer, probe_template
-from molt.agents.render import ChatRenderer
+from molt.agents.render import ChatRenderer, no_images
 from molt.agents.tokenizer import Tokenizer
 from molt.config import Config
 from molt.data.prompts import PromptSet
@@ -59,8 +59,10 @@ def preflight(config: Config) -> Preflight:
         probe = attempt(lambda: probe_template(renderer))
     if renderer is not None and probe is not None:
         attempt(lambda: check_template(renderer, probe, num_tools=len(renderer.template.tools)))
+    blind = [] if renderer is None else [line for found in (prompts, eval_prompts) if found for line in _blind(found, renderer)]
+    problems += blind
     num_too_long = None
-    if renderer is not None and agent is not None and not _makes_own_prompt(agent.runner):
+    if not blind and renderer is not None and agent is not None and not _makes_own_prompt(agent.runner):
         for found in (prompts, eval_prompts):
             if found is not None:
                 check = partial(check_lengths, found, renderer, max_len=config.data.max_len)
@@ -70,6 +72,18 @@ def preflight(config: Config) -> Preflight:
         raise SettingError(head + "\n  ".join(problems))
     assert agent is not None and renderer is not None and probe is not None and prompts is not None, "nothing is missing without a problem"
     return Preflight(agent=agent, renderer=renderer, probe=probe, prompts=prompts, eval_prompts=eval_prompts, num_too_long=num_too_long)
+
+
+def _blind(prompts: PromptSet, renderer: ChatRenderer) -> list[str]:
+    """What is wrong with prompts of a model that takes no images."""
+    shown = [prompt.prompt_index for prompt in prompts if prompt.images]
+    if not shown or renderer.processor is not None:
+        return []
+    name = renderer.tokenizer.name
+    return [
+        f"actor.model_name_or_path={name}, {len(shown)} prompts hold images (the first is prompt {shown[0]}), which it does not take here "
+        f"({no_images(name)}); take another model or other prompts"
+    ]
 
 
 def _needed(value: str | None, name: str, what: str) -> str:

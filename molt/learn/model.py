@@ -228,11 +228,11 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings, *, is_deferr
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         has_images = config.model_type in IMAGE_FAMILIES
-        empty = streamed.empty_model(Path(path), attention=name) if is_deferred and not has_images else None
+        # Rows are kept apart among tokens; the tiles of an image are a batch of their own.
+        attention_of: Any = {"text_config": name, "vision_config": "sdpa"} if has_images else name
+        empty = streamed.empty_model(Path(path), attention=attention_of) if is_deferred else None
         lm = empty
         if lm is None:
-            # Rows are kept apart among tokens; the tiles of an image are a batch of their own.
-            attention_of: Any = {"text_config": name, "vision_config": "sdpa"} if has_images else name
             lm = model_class(config).from_pretrained(path, dtype=torch.float32, attn_implementation=attention_of, local_files_only=True)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise SettingError(f"actor.model_name_or_path={path}, the model does not load: {error}") from error

@@ -19,22 +19,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from molt.errors import SettingError
+from molt.rollout.vision import model_class
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def empty_model(folder: Path, *, attention: str) -> Any | None:
+def empty_model(folder: Path, *, attention: str | dict[str, str]) -> Any | None:
     """The language model of a folder in float32 without weights; None where they cannot be read by shard: other files than safetensors,
     quantized ones, or a checkpoint that holds tied weights apart."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     if not weight_files(folder) or getattr(config, "quantization_config", None) is not None:
         return None
     config.name_or_path = str(folder)
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        lm = model_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention)
     tied = dict(lm.all_tied_weights_keys)
     with _slices(folder) as slices:
         return None if any(name in slices and source in slices for name, source in tied.items()) else lm.eval()

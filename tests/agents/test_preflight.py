@@ -10,6 +10,7 @@ import pytest
 from molt.agents.preflight import preflight
 from molt.config import ActorSettings, Config, DataSettings, TrainSettings
 from molt.data.tiny import make_prompts, make_tokenizer
+from molt.data.tiny_vision import make_pictures, make_processor
 from molt.errors import SettingError
 
 AGENT = """
@@ -50,6 +51,24 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     assert text.startswith("3 settings are wrong")
     for said in ("it holds no tokenizer", "data.prompt_dataset=", "train.agent_path="):
         assert said in text
+
+
+def test_pictures_are_for_models_that_take_them(world: dict[str, str], tmp_path: Path) -> None:
+    prompts = str(make_pictures(tmp_path / "shapes", num_prompts=3))
+    with pytest.raises(
+        SettingError, match=r"3 prompts hold images \(the first is prompt 0\), .*\(model_type unknown; supported: idefics3\)"
+    ):
+        preflight(config(world | {"prompts": prompts}))
+    (Path(world["model"]) / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    with pytest.raises(SettingError, match="its tokens have positions of three axes"):
+        preflight(config(world | {"prompts": prompts}))
+    make_processor(tmp_path / "seeing")
+    (tmp_path / "seeing" / "config.json").write_text('{"model_type": "idefics3"}')
+    found = preflight(config(world | {"prompts": prompts, "model": str(tmp_path / "seeing")}, max_len=80))
+    # <|user|>, seven tokens of the picture, 58 of the question, <|end|>, <|assistant|>: 68 of 80
+    assert found.num_too_long == 0
+    with pytest.raises(SettingError, match="prompt 0 has 68 tokens"):
+        preflight(config(world | {"prompts": prompts, "model": str(tmp_path / "seeing")}, max_len=68))
 
 
 def test_missing_settings_are_named() -> None:

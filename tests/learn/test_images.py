@@ -21,7 +21,7 @@ from molt.data.processor import ImageProcessor, PlacedImage, named_tensors
 from molt.data.tiny_vision import make_vision_model
 from molt.errors import LineageError
 from molt.learn.journal import read_rows, row_images
-from molt.learn.model import all_blocks, load_model
+from molt.learn.model import TokenValuer, all_blocks, load_model
 from molt.learn.packing import Packed, RowImages, pack
 from molt.learn.result import RefusalReason
 from molt.learn.rows import Row, row_digest
@@ -231,6 +231,18 @@ def test_image_token_outside_every_image_is_refused() -> None:
     media = [{"name": "pixel_values", "payload_digest": tensor.payload_digest, "position": 0, "len": 2}]
     with pytest.raises(LineageError, match="3 image tokens, 2 of them inside the 1 images"):
         row_images(np.ones(3, bool), media, {tensor.payload_digest: tensor.to_array()})
+
+
+def test_critic_values_and_teacher_scores_see_the_images(seeing: Path) -> None:
+    rows, _ = make_image_rows(seeing)
+    valuer = TokenValuer(load_model(str(seeing), ActorSettings(), FsdpSettings()))
+    torch.nn.init.ones_(valuer.value_head.weight)
+    values = valuer(packed_of(rows))[0]
+    assert rows[1].images is not None
+    dark = replace(rows[1].images, tensors=tuple({n: np.ones_like(t) for n, t in found.items()} for found in rows[1].images.tensors))
+    others = valuer(packed_of([rows[0], replace(rows[1], images=dark), *rows[2:]]))[0]
+    differs = (values - others).abs().view(len(rows), SAMPLED).amax(1)
+    assert [bool(difference > 1e-4) for difference in differs] == [False, True, False, False]
 
 
 def test_batch_digest_knows_which_images_were_shown(seeing: Path) -> None:

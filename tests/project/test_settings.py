@@ -216,6 +216,26 @@ def test_settings_that_contradict_or_do_nothing_are_refused(flags: list[str], te
     assert message.count("\n") == 0, "one fault is one line"
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind", "text"),
+    [
+        (["--actor.freeze_vision", "false"], "qwen3", "actor.freeze_vision=False does nothing with a model that takes no images (llama)"),
+        (["--data.max_images", "2"], "qwen3", "data.max_images=2 does nothing with a model that takes no images"),
+        (["--data.max_image_pixels", "99"], "qwen3", "data.max_image_pixels=99 does nothing"),
+        (["--data.images_key", "pictures"], "qwen3", "data.images_key=pictures does nothing"),
+        (["--fsdp.num_ranks", "2", "--fsdp.tp_size", "2"], "idefics3", "fsdp.tp_size=2 cannot spread a model that takes images"),
+        (["--fsdp.num_ranks", "2", "--fsdp.cp_size", "2"], "idefics3", "fsdp.cp_size=2 cannot spread a model that takes images"),
+        (["--actor.implementation", "automodel"], "idefics3", "actor.implementation=automodel does not load models that take images"),
+    ],
+)
+def test_settings_of_images_fit_the_model(tmp_path: Path, flags: list[str], kind: str, text: str) -> None:
+    text_config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    write(tmp_path / "config.json", json.dumps({"model_type": kind, "text_config": text_config}))
+    found = list(model_findings(resolve(flags=flags), ModelShape.read(tmp_path)))
+    assert len(found) == 1 and found[0].startswith(text)
+    assert list(model_findings(resolve(), ModelShape.read(tmp_path))) == []
+
+
 def test_every_setting_is_described_once() -> None:
     documented = describe()
     assert [entry.key for entry in documented] == list(field_types())
