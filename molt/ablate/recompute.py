@@ -38,12 +38,12 @@ class StepComparison:
 
 
 def compare_run(run: ScoredRun) -> list[StepComparison]:
-    """Every usable step of a run, in order."""
-    return [compare_step(step, run.config, recorded=run.outcomes.get(step.step)) for step in run.steps()]
+    """Every usable step of a run, in order, each under the settings that it was made with."""
+    return [compare_step(step, run.config_of(step.step), recorded=run.outcomes.get(step.step)) for step in run.steps()]
 
 
 def compare_step(step: ScoredStep, config: Config, *, recorded: Mapping[str, Any] | None) -> StepComparison:
-    """One step under the run's own settings, gates and losses micro-batch by micro-batch as the plan cuts it."""
+    """One step under its own settings, gates and losses micro-batch by micro-batch as the plan cuts it."""
     algo = algo_of(config, recorded)
     advantages_T = _advantages(step, config, algo)
     scale_T = token_scale(config.algo.loss.aggregation, step.batch)

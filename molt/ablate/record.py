@@ -79,7 +79,11 @@ class ScoredRun:
                     self.outcomes[body["step"]] = body
         if not started:
             raise DataError("the log holds no attempt_started event; the run did not begin")
-        self.config = Config.model_validate_json(started[max(started)]["config"])
+        self._configs = {attempt: body["config"] for attempt, body in started.items()}
+        self.config = Config.model_validate_json(self._configs[max(started)])
+        """Of the newest attempt."""
+        self._scored_by: dict[int, int] = {}
+        """Attempt whose scores of a step count."""
         self._first_steps = {attempt: body["resumed_from_step"] or 0 for attempt, body in started.items()}
         self._rows = self._index()
         self.skipped: list[SkippedStep] = []
@@ -89,6 +93,11 @@ class ScoredRun:
     def open(cls, run_dir: Path, *, at: Place = None) -> ScoredRun:
         """The run in a folder, as it is, up to an lsn, or as pinned."""
         return cls(open_cut(run_dir, at))
+
+    def config_of(self, step: int) -> Config:
+        """Settings that a scored step was made with: those of its attempt, which a resumed run may have changed."""
+        text = self._configs[self._scored_by[step]]
+        return self.config if text == self._configs[max(self._configs)] else Config.model_validate_json(text)
 
     @property
     def steps_scored(self) -> list[int]:
@@ -118,6 +127,7 @@ class ScoredRun:
         for attempt, step, segment_id, row_id in zip(*(rows[name].to_pylist() for name in names), strict=True):
             if all(later <= attempt or step < first for later, first in self._first_steps.items()):
                 found.setdefault(step, {})[segment_id] = row_id
+                self._scored_by[step] = attempt
         return found
 
     def _read(self, step: int) -> ScoredStep | SkippedStep:

@@ -53,24 +53,26 @@ def group_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train(where: Path, model: Path, algo: dict, num_steps: int = 3, teacher: Path | None = None) -> ScoredRun:
+def train(
+    where: Path, model: Path, algo: dict, num_steps: int = 3, teacher: Path | None = None, *, attempt: int = 1, first_step: int = 0
+) -> ScoredRun:
     """Real steps of a real rank over a real log; the made-up behaviour log-probs differ from the model's by a nat or so."""
     rows = make_rows(8)
     config = make_config(model, algo=algo, reference={"model_name_or_path": None if teacher is None else str(teacher)})
-    writer = LogWriter.open(where, run="run", attempt=1, store="process")
-    producer = Producer(writer, "test")
+    writer = LogWriter.open(where, run="run", attempt=attempt, store="process")
+    producer = Producer(writer, f"test-{attempt}")
     started = event(
         "attempt_started", config=config.model_dump_json(), config_digest="", code_digest="", packages="{}", hardware="{}", seed=0,
-        model_digest="", num_steps=num_steps, pid=0, host="",
+        model_digest="", num_steps=num_steps, pid=0, host="", resumed_from_step=first_step if attempt > 1 else None,
     )  # fmt: skip
-    producer.append_sync(segments=to_segments(rows), events=[started])
+    producer.append_sync(segments=to_segments(rows) if attempt == 1 else [], events=[started])
     rank = make_rank(config, rows, num_steps=num_steps)
     mesh = make_mesh(FsdpSettings(num_ranks=dist.get_world_size()), "cpu")
     critic = Critic(config, mesh, actor_path=str(model), num_steps=num_steps) if needs_critic(config) else None
     frozen = FrozenModel(config.reference.model_name_or_path or str(model), config, mesh) if needs_frozen(config) else None
     rank = PolicyRank(config, rank.policy, rank.journal, rank=0, beside=Beside(critic=critic, frozen=frozen))
     rank.journal = LogJournal(config, LogReader.open(where), producer)
-    for step in range(num_steps):
+    for step in range(first_step, num_steps):
         plan = replace(make_plan(rows, step=step, micro_batch_tokens=40), policy_version=0)
         text = plan_to_json(plan)
         planned = event(
@@ -115,6 +117,15 @@ def test_advantages_gates_and_losses_are_equal_bit_for_bit(tmp_path: Path, model
     assert len(found) == 3
     for step in found:
         assert (step.n_advantages_differ, step.n_weights_differ, step.is_loss_equal) == (0, 0, True)
+
+
+def test_each_step_is_computed_under_the_settings_of_its_attempt(tmp_path: Path, model: Path) -> None:
+    """A run that goes on with another gate and estimator: its first step stays what it was."""
+    train(tmp_path / "run", model, {"advantage": {"estimator": "grpo", "is_correction_level": "token", "is_correction_mode": "clip"}}, 2)
+    other = {"advantage": {"estimator": "rloo", "is_correction_level": "geo", "is_correction_mode": "trunc"}}
+    run = train(tmp_path / "run", model, other, attempt=2, first_step=1)
+    assert [run.config_of(step).algo.advantage.estimator for step in range(3)] == ["grpo", "rloo", "rloo"]
+    assert [step.is_equal for step in compare_run(run)] == [True] * 3
 
 
 def test_a_changed_log_prob_is_found(tmp_path: Path, model: Path) -> None:

@@ -63,6 +63,8 @@ def test_published_digests_are_those_of_the_file_at_every_revision(tmp_path: Pat
     publisher = Publisher(rank.policy, "file")
     for version in range(2):
         result = rank.train(make_plan(rows, step=version))
+        known = rank.policy.facts
         source = publisher.publish(version, tmp_path / "shm", [])
+        assert rank.policy.facts is known  # the step's digests are those that engines compare: weights are hashed once
         assert source is not None and source.digests == digest_tensors(load_file(source.path or ""))
         assert model_digest(source.digests) == result.weights_digest
