@@ -115,11 +115,14 @@ def test_killed_run_goes_on_under_another_number_of_ranks_and_every_step_replays
     assert replayed.returncode == 0, replayed.stdout[-3000:] + replayed.stderr[-3000:]
     report = json.loads(replayed.stdout[replayed.stdout.index("{") :])
     assert (report["num_compared"], report["num_spans"]) == (6, 2)
-    # And back to one rank, for two further steps: the order of prompts and the ledger go on.
-    back = world.molt("train", "--resume", world.run("widened"), "--train.num_steps=8")
-    assert back.returncode == 0, back.stdout[-3000:] + back.stderr[-3000:]
+    # Then two ranks that share each row's tokens, for two further steps: the order of prompts and the ledger go on.
+    sliced = world.molt("train", "--resume", world.run("widened"), "--fsdp.num_ranks=2", "--fsdp.cp_size=2", "--train.num_steps=8")
+    assert sliced.returncode == 0, sliced.stdout[-3000:] + sliced.stderr[-3000:]
     world.audit("widened")
-    assert world.molt("replay", world.run("widened")).returncode == 0
+    again = world.molt("replay", world.run("widened"), "--json")
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    report = json.loads(again.stdout[again.stdout.index("{") :])
+    assert (report["num_compared"], report["num_spans"]) == (8, 3)
 
 
 def test_first_interrupt_drains_and_the_run_can_go_on(world: World, wait_for):
