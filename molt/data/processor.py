@@ -28,17 +28,16 @@ KEPT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One payload of an image, its digest computed once."""
+    """One payload of an image."""
 
     name: str
     """image: the encoded bytes; else the name of a tensor."""
     payload: Payload
-    payload_digest: str
 
-    @classmethod
-    def of(cls, name: str, payload: Payload) -> Part:
-        """The part with its digest."""
-        return cls(name=name, payload=payload, payload_digest=payload.payload_digest)
+    @property
+    def payload_digest(self) -> str:
+        """Its name in the log."""
+        return self.payload.payload_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +120,8 @@ class ImageProcessor:
         token_ids = np.asarray(made["input_ids"], np.int32).reshape(-1)
         is_feature = token_ids == self.placeholder_id
         tensors = {name: _tiles(name, np.asarray(value)) for name, value in made.items() if name not in ("input_ids", "attention_mask")}
-        parts = [Part.of("image", Payload(kind="image", data=image.data))]
-        parts += [Part.of(name, Payload.of_array("tensor", tensor)) for name, tensor in sorted(tensors.items())]
+        parts = [Part(name="image", payload=Payload(kind="image", data=image.data))]
+        parts += [Part(name=name, payload=Payload.of_array("tensor", tensor)) for name, tensor in sorted(tensors.items())]
         num_tiles = {len(tensor) for tensor in tensors.values()}
         if not is_feature.any() or len(num_tiles) != 1 or int(is_feature.sum()) % num_tiles.pop():
             raise LineageError(

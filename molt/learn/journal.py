@@ -181,13 +181,15 @@ def row_images(is_feature: np.ndarray, media: Sequence[Mapping[str, Any]], tenso
     """Images of one row from its column `media`; None without any. LineageError when image tokens lie outside every image."""
     if not media:
         return None
-    by_image = groupby(media, key=lambda medium: (medium["position"], medium["len"]))
-    images = [({m["name"]: tensors[m["payload_digest"]] for m in group if m["name"] != "image"}, place) for place, group in by_image]
-    num_inside = sum(int(is_feature[position : position + length].sum()) for _, (position, length) in images)
-    if num_inside != int(is_feature.sum()):
-        raise LineageError(f"{int(is_feature.sum())} image tokens, {num_inside} of them inside the {len(images)} images of the segment")
+    images = [list(group) for _, group in groupby(media, key=lambda medium: medium["position"])]
+    counts = tuple(int(is_feature[image[0]["position"] :][: image[0]["len"]].sum()) for image in images)
+    if sum(counts) != int(is_feature.sum()):
+        raise LineageError(f"{int(is_feature.sum())} image tokens, {sum(counts)} of them inside the {len(images)} images of the segment")
     return RowImages(
-        is_feature=is_feature, tensors=tuple(found for found, _ in images), digests=tuple(medium["payload_digest"] for medium in media)
+        is_feature=is_feature,
+        counts=counts,
+        tensors=tuple({m["name"]: tensors[m["payload_digest"]] for m in image if m["name"] != "image"} for image in images),
+        digests=tuple(tuple(medium["payload_digest"] for medium in image) for image in images),
     )
 
 

@@ -107,26 +107,26 @@ class TokenScorer(nn.Module):
         """LineageError for images that this model cannot take, or whose features are not as many as their tokens."""
         if not self.has_eyes:
             raise LineageError(f"{where}: it has images, and the model takes none")
-        num_tiles = sum(len(next(iter(tensors.values()))) for tensors in images.tensors)
-        num_tokens, num_features = int(images.is_feature.sum()), num_tiles * features_per_tile(self.lm)
-        if num_tokens != num_features:
-            raise LineageError(
-                f"{where}: {num_tokens} image tokens, and the trainer makes {num_features} features of its {num_tiles} tiles; "
-                "engine and trainer disagree about images"
-            )
+        for num_tokens, tensors in zip(images.counts, images.tensors, strict=True):
+            num_tiles = len(next(iter(tensors.values()), ()))
+            num_features = num_tiles * features_per_tile(self.lm)
+            if num_tokens != num_features:
+                raise LineageError(
+                    f"{where}: {num_tokens} image tokens, and the trainer makes {num_features} features of its {num_tiles} tiles; "
+                    "engine and trainer disagree about images"
+                )
 
     def _embeddings(self, packed: Packed) -> torch.Tensor:
         """(1, L, D): embeddings of the ids, features of images in their places. A pass without images looks at a blank tile, so that
         every rank runs the same layers and has the same gradients."""
         embeds_LD = self.lm.get_input_embeddings()(packed.input_ids)[0]
-        tensors = packed.image_tensors or blank_tensors(self.lm, embeds_LD.device)
+        tensors = {name: tensor.to(embeds_LD.device) for name, tensor in (packed.image_tensors or blank_tensors(self.lm)).items()}
         is_learning = torch.is_grad_enabled() and any(p.requires_grad for module in eyes(self.lm) for p in module.parameters())
         with torch.set_grad_enabled(is_learning):
             features_FD = image_features(self.lm, tensors).to(embeds_LD.dtype)
-        if packed.feature_F is None:
+        if packed.feature_F is None or packed.source_F is None:
             return (embeds_LD + 0.0 * features_FD.sum())[None] if is_learning else embeds_LD[None]
-        assert len(features_FD) == len(packed.feature_F), f"{len(packed.feature_F)} image tokens for {len(features_FD)} features"
-        return embeds_LD.index_copy(0, packed.feature_F, features_FD)[None]
+        return embeds_LD.index_copy(0, packed.feature_F, features_FD[packed.source_F])[None]
 
     def _attention_inputs(self, packed: Packed, part: Cut | None) -> dict[str, Any]:
         """What the attention needs to keep rows apart."""

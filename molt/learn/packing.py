@@ -22,10 +22,12 @@ class RowImages:
 
     is_feature: np.ndarray
     """bool for each token of the row: its embedding is a feature."""
+    counts: tuple[int, ...]
+    """Features of each image, in the order of their tokens."""
     tensors: tuple[dict[str, np.ndarray], ...]
-    """What the processor made of each image, in the order of their tokens: (tiles, ...) by name."""
-    digests: tuple[str, ...]
-    """Names of all their payloads, in order."""
+    """What the processor made of each: (tiles, ...) by name."""
+    digests: tuple[tuple[str, ...], ...]
+    """Names of the payloads of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +51,11 @@ class Packed:
     routes_LMK: torch.Tensor | None = None
     """(L, M, K) int16: experts that the engine chose, -1 where unknown; None without routing replay."""
     feature_F: torch.Tensor | None = None
-    """(F,) int64: places in L that take the features of images, in order; None without images."""
+    """(F,) int64: places in L that take features of images; None without images."""
+    source_F: torch.Tensor | None = None
+    """(F,) int64: which feature each takes, counted over the tiles of image_tensors."""
     image_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What the processor made of the images, tiles after tiles: (tiles, ...) by name."""
+    """What the processor made of the images, each image once, tiles after tiles: (tiles, ...) by name. They stay on the host."""
     n_padding: int = 0
     """Tokens at the end that nobody wrote: of a dummy, or of what fills up a slice."""
 
@@ -69,7 +73,8 @@ class Packed:
             row_N=self.row_N.to(device, non_blocking=True),
             routes_LMK=None if self.routes_LMK is None else self.routes_LMK.to(device, non_blocking=True),
             feature_F=None if self.feature_F is None else self.feature_F.to(device, non_blocking=True),
-            image_tensors={name: tensor.to(device, non_blocking=True) for name, tensor in self.image_tensors.items()},
+            source_F=None if self.source_F is None else self.source_F.to(device, non_blocking=True),
+            image_tensors=self.image_tensors,
             n_padding=self.n_padding,
         )
 
@@ -93,8 +98,7 @@ def pack(
         target.append(ids[places])
         rows.append(np.full(len(places), row, np.int64))
     row_N = _joined(rows, np.int64)
-    shown = [(row, item) for row, item in enumerate(images or ()) if item is not None]
-    tensors = named_tensors(tensors for _, item in shown for tensors in item.tensors)
+    tensors, feature_F, source_F = _lay_images(images or (), starts)
     scale = np.ones(len(lengths), np.float32) if temperatures is None else np.asarray(temperatures, np.float32)
     return Packed(
         input_ids=torch.from_numpy(_joined(token_ids, np.int64))[None],
@@ -105,11 +109,33 @@ def pack(
         temperature_N=torch.from_numpy(scale[row_N]),
         row_N=torch.from_numpy(row_N),
         routes_LMK=None if routes is None else pack_routes(routes, lengths),
-        feature_F=torch.from_numpy(_joined([starts[row] + np.flatnonzero(item.is_feature) for row, item in shown], np.int64))
-        if shown
-        else None,
-        image_tensors={name: torch.from_numpy(tensor) for name, tensor in tensors.items()},
+        feature_F=feature_F,
+        source_F=source_F,
+        image_tensors=tensors,
     )
+
+
+def _lay_images(
+    images: Sequence[RowImages | None], starts: np.ndarray
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
+    """Tensors of all images, an image that several rows show once; where features go, and which ones. Nones without images."""
+    seen: dict[tuple[str, ...], tuple[int, dict[str, np.ndarray]]] = {}
+    num_features = 0
+    features, sources = [], []
+    for row, item in enumerate(images):
+        if item is None:
+            continue
+        features.append(starts[row] + np.flatnonzero(item.is_feature))
+        for count, tensors, digests in zip(item.counts, item.tensors, item.digests, strict=True):
+            if digests not in seen:
+                seen[digests] = (num_features, tensors)
+                num_features += count
+            sources.append(seen[digests][0] + np.arange(count))
+    if not features:
+        return {}, None, None
+    joined = named_tensors(tensors for _, tensors in seen.values())
+    whole = {name: torch.from_numpy(tensor) for name, tensor in joined.items()}
+    return whole, torch.from_numpy(_joined(features, np.int64)), torch.from_numpy(_joined(sources, np.int64))
 
 
 def dummy() -> Packed:

@@ -132,7 +132,7 @@ def row_digest(row: Row, advantages: np.ndarray) -> str:
     state.update(np.packbits(row.is_sampled).tobytes() + np.packbits(row.is_trainable).tobytes())
     state.update(np.ascontiguousarray(advantages, np.float32).tobytes())
     if row.images is not None:
-        state.update("|".join(row.images.digests).encode())
+        state.update("|".join(name for names in row.images.digests for name in names).encode())
     return state.hexdigest()
 
 

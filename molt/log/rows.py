@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -178,9 +178,9 @@ class Consumption:
     cursor: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Payload:
-    """One blob, named by its content."""
+    """One blob, named by its content; the name is computed once (no slots, so that it can be kept)."""
 
     kind: str
     """routing, image or tensor."""
@@ -198,7 +198,7 @@ class Payload:
         """The array in it, read-only."""
         return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
 
-    @property
+    @cached_property
     def payload_digest(self) -> str:
         """Name of the payload."""
         return payload_name(self.kind, self.shape, self.dtype, self.data)

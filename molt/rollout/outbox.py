@@ -2,7 +2,8 @@
 
 append(rollout) --first--> a message opens, closes GATHER_S later --> encoded, checked, sent --> acknowledged: all of its rollouts return
                 --others in that time--^
-A message with a row that breaks a rule is taken apart, so that only the rollout with that row fails.
+A message with a row that breaks a rule is taken apart, so that only the rollout with that row fails. Images are large and shared: a
+payload that this worker has brought into the log is not sent again, and only so many bytes of them travel at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from molt.log.rows import Payload, Segment
 
 GATHER_S = 0.025
 """How long a message waits for others: encoding and checking take 6 ms for one rollout as for twenty."""
+MOST_BYTES = 64 << 20
+"""Payloads that travel at once, a larger message alone."""
+KNOWN = 1 << 16
+"""Names of payloads that are remembered as being in the log."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,6 +47,10 @@ class Outbox:
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
         self._open: OpenMessage | None = None
+        self._known: dict[str, None] = {}
+        """Payloads that the log has, by name, the oldest first."""
+        self._num_bytes = 0
+        self._room = asyncio.Condition()
 
     async def append(self, segments: Sequence[Segment], payloads: Sequence[Payload]) -> None:
         """Append one rollout whole; it is durable on return. DataError when a row of its own breaks a rule."""
@@ -74,7 +83,18 @@ class Outbox:
         return errors
 
     async def _append(self, parcels: Sequence[Parcel]) -> None:
-        await self._producer.append(
-            segments=[segment for parcel in parcels for segment in parcel.segments],
-            payloads=[payload for parcel in parcels for payload in parcel.payloads],
-        )
+        named = {payload.payload_digest: payload for parcel in parcels for payload in parcel.payloads}
+        new = [payload for name, payload in named.items() if name not in self._known]
+        size = sum(payload.size_bytes for payload in new)
+        async with self._room:
+            await self._room.wait_for(lambda: not self._num_bytes or not size or self._num_bytes + size <= MOST_BYTES)
+            self._num_bytes += size
+        try:
+            await self._producer.append(segments=[segment for parcel in parcels for segment in parcel.segments], payloads=new)
+        finally:
+            async with self._room:
+                self._num_bytes -= size
+                self._room.notify_all()
+        self._known |= dict.fromkeys(named)
+        while len(self._known) > KNOWN:
+            del self._known[next(iter(self._known))]

@@ -44,10 +44,10 @@ def features_per_tile(lm: Any) -> int:
     return int((vision.image_size // vision.patch_size // lm.config.scale_factor) ** 2)
 
 
-def blank_tensors(lm: Any, device: torch.device) -> dict[str, torch.Tensor]:
+def blank_tensors(lm: Any) -> dict[str, torch.Tensor]:
     """Tensors of one white tile, for a pass that shows none. The model skips a tile that is all zeros."""
     size = int(lm.config.vision_config.image_size)
     return {
-        "pixel_values": torch.ones((1, 3, size, size), device=device),
-        "pixel_attention_mask": torch.ones((1, size, size), dtype=torch.bool, device=device),
+        "pixel_values": torch.ones((1, 3, size, size)),
+        "pixel_attention_mask": torch.ones((1, size, size), dtype=torch.bool),
     }

@@ -70,8 +70,9 @@ def make_image_rows(folder: Path, *, version: int = 0) -> tuple[list[Row], list[
             is_feature[item.position : item.end] = item.expansion.is_feature
         images = RowImages(
             is_feature=is_feature,
+            counts=tuple(int(item.expansion.is_feature.sum()) for item in placed),
             tensors=tuple(item.expansion.tensors() for item in placed),
-            digests=tuple(part.payload_digest for item in placed for part in item.expansion.parts),
+            digests=tuple(tuple(part.payload_digest for part in item.expansion.parts) for item in placed),
         )
         rows.append(
             Row(
@@ -104,9 +105,9 @@ def test_features_stand_where_the_images_of_each_row_are(seeing: Path) -> None:
         for offset in np.flatnonzero(item.expansion.is_feature)
     ]
     assert packed.feature_F is not None and packed.feature_F.tolist() == by_hand
-    # four pictures of 40 x 24 pixels: 2 x 2 tiles and the overview each, four features a tile
-    assert packed.image_tensors["pixel_values"].shape == (4 * 5, 3, 32, 32) and len(by_hand) == 4 * 5 * 4
-    assert torch.equal(packed.image_tensors["pixel_values"][:5], packed.image_tensors["pixel_values"][15:])  # rows 1 and 3 show one picture
+    # four pictures of 2 x 2 tiles and the overview each, four features a tile; rows 1 and 3 show the same one, which is there once
+    assert packed.image_tensors["pixel_values"].shape == (3 * 5, 3, 32, 32) and len(by_hand) == 4 * 5 * 4
+    assert packed.source_F is not None and packed.source_F.tolist() == [*range(60), *range(20)]
 
 
 def test_packed_rows_with_images_score_as_the_plain_model_alone(seeing: Path) -> None:
@@ -239,7 +240,11 @@ def test_critic_values_and_teacher_scores_see_the_images(seeing: Path) -> None:
     torch.nn.init.ones_(valuer.value_head.weight)
     values = valuer(packed_of(rows))[0]
     assert rows[1].images is not None
-    dark = replace(rows[1].images, tensors=tuple({n: np.ones_like(t) for n, t in found.items()} for found in rows[1].images.tensors))
+    dark = replace(
+        rows[1].images,
+        digests=(("dark",),),
+        tensors=tuple({n: np.ones_like(t) for n, t in found.items()} for found in rows[1].images.tensors),
+    )
     others = valuer(packed_of([rows[0], replace(rows[1], images=dark), *rows[2:]]))[0]
     differs = (values - others).abs().view(len(rows), SAMPLED).amax(1)
     assert [bool(difference > 1e-4) for difference in differs] == [False, True, False, False]
@@ -248,7 +253,7 @@ def test_critic_values_and_teacher_scores_see_the_images(seeing: Path) -> None:
 def test_batch_digest_knows_which_images_were_shown(seeing: Path) -> None:
     rows, _ = make_image_rows(seeing)
     assert rows[1].images is not None
-    other = replace(rows[1], images=replace(rows[1].images, digests=("x", "y", "z")))
+    other = replace(rows[1], images=replace(rows[1].images, digests=(("x", "y", "z"),)))
     assert row_digest(rows[1], np.zeros(SAMPLED)) != row_digest(other, np.zeros(SAMPLED))
 
 

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from molt.errors import DataError, LogError
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
+from molt.log.rows import Payload
 from molt.log.writer import LogWriter
+from molt.rollout import outbox as outbox_module
 from molt.rollout.outbox import Outbox
 from tests.log.build import make_segment, segment_id
 
@@ -63,3 +66,49 @@ async def test_a_log_that_takes_nothing_is_told_to_every_rollout_of_the_message(
     outbox = Outbox(Producer(writer, "worker", num_tries=1))
     ends = await asyncio.gather(*(outbox.append([make_segment(index)], []) for index in range(2)), return_exceptions=True)
     assert [type(end) for end in ends] == [LogError, LogError]
+
+
+def tensor(value: int, size: int) -> Payload:
+    return Payload.of_array("tensor", np.full(size, value, np.uint8))
+
+
+async def test_a_payload_that_is_in_the_log_is_not_sent_again(tmp_path: Path, writer: LogWriter) -> None:
+    sent: list[int] = []
+
+    class Counting(Producer):
+        async def append(self, **rows):  # type: ignore[no-untyped-def]
+            sent.append(len(rows["payloads"]))
+            return await super().append(**rows)
+
+    outbox = Outbox(Counting(writer, "worker"))
+    # Two members of a group show one picture; a later rollout shows it too, and one of its own.
+    await asyncio.gather(*(outbox.append([make_segment(index)], [tensor(1, 10)]) for index in range(2)))
+    await outbox.append([make_segment(2)], [tensor(1, 10), tensor(2, 10)])
+    assert sent == [1, 1]
+    assert LogReader.open(tmp_path / "run").cut().table("payloads", ["size_bytes"])["size_bytes"].to_pylist() == [10, 10]
+
+
+async def test_large_payloads_wait_for_each_other(writer: LogWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MOST_BYTES", 100)
+    monkeypatch.setattr(outbox_module, "GATHER_S", 0.0)  # each in a message of its own
+    under_way, most = 0, 0
+
+    class Slow(Producer):
+        async def append(self, **rows):  # type: ignore[no-untyped-def]
+            nonlocal under_way, most
+            under_way += sum(payload.size_bytes for payload in rows["payloads"])
+            most = max(most, under_way)
+            await asyncio.sleep(0.05)
+            ack = await super().append(**rows)
+            under_way -= sum(payload.size_bytes for payload in rows["payloads"])
+            return ack
+
+    outbox = Outbox(Slow(writer, "worker"))
+
+    async def later(index: int, size: int) -> None:
+        await asyncio.sleep(0.01 * index)
+        await outbox.append([make_segment(index)], [tensor(index, size)])
+
+    # 60 + 60 do not travel together; 300 alone is more than the limit and still travels.
+    await asyncio.gather(*(later(index, size) for index, size in enumerate((60, 60, 300, 30))))
+    assert most == 300
