@@ -23,6 +23,6 @@ comment on column payloads.payload_digest is 'blake2b-128 hex of kind, shape, dt
 comment on column payloads.kind is 'what the blob holds';
 comment on column payloads.size_bytes is 'length of data in bytes';
 comment on column payloads.shape is 'shape of the array in data';
-comment on column payloads.dtype is 'numpy dtype of the array in data; bytes for an encoded image';
+comment on column payloads.dtype is 'numpy dtype of the array in data, and +zstd where data is compressed; bytes for an encoded image';
 comment on column payloads.data is 'the bytes (Lance blob v2)';
 comment on column payloads.digest is 'blake2b-128 over every other column but lsn';

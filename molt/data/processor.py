@@ -121,7 +121,9 @@ class ImageProcessor:
         is_feature = token_ids == self.placeholder_id
         tensors = {name: _tiles(name, np.asarray(value)) for name, value in made.items() if name not in ("input_ids", "attention_mask")}
         parts = [Part(name="image", payload=Payload(kind="image", data=image.data))]
-        parts += [Part(name=name, payload=Payload.of_array("tensor", tensor)) for name, tensor in sorted(tensors.items())]
+        parts += [
+            Part(name=name, payload=Payload.of_array("tensor", tensor, is_compressed=True)) for name, tensor in sorted(tensors.items())
+        ]
         num_tiles = {len(tensor) for tensor in tensors.values()}
         if not is_feature.any() or len(num_tiles) != 1 or int(is_feature.sum()) % num_tiles.pop():
             raise LineageError(

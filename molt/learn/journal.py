@@ -25,7 +25,7 @@ from molt.learn.result import RecordedStep, StepResult
 from molt.learn.rows import MicroBatch, Row
 from molt.learn.step import Step
 from molt.log.batch import SOURCES
-from molt.log.rows import Event, Score, TokenSource, event, payload_name
+from molt.log.rows import Event, Payload, Score, TokenSource, event
 
 if TYPE_CHECKING:
     from molt.log.cut import Cut
@@ -201,9 +201,10 @@ def read_arrays(cut: Cut, digests: Sequence[str]) -> dict[str | None, np.ndarray
     rows = cut.table("payloads", ["payload_digest", "kind", "shape", "dtype", "data"], where=f"payload_digest in ({named})").to_pylist()
     found: dict[str | None, np.ndarray] = {}
     for row in rows:
-        if payload_name(row["kind"], row["shape"], row["dtype"], row["data"]) != row["payload_digest"]:
+        payload = Payload(kind=row["kind"], data=row["data"], shape=tuple(row["shape"]), dtype=row["dtype"])
+        if payload.payload_digest != row["payload_digest"]:
             raise CorruptLogError(f"payload {row['payload_digest']}: its bytes do not have this digest; run molt verify")
-        found[row["payload_digest"]] = np.frombuffer(row["data"], np.dtype(row["dtype"])).reshape(row["shape"])
+        found[row["payload_digest"]] = payload.to_array()
     missing = sorted(set(digests) - set(found))
     if missing:
         raise CorruptLogError(f"payload {missing[0]}: a segment names it and the log does not hold it; run molt verify")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -178,6 +179,10 @@ class Consumption:
     cursor: int
 
 
+ZSTD = "+zstd"
+"""What follows the dtype of an array that is stored compressed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Payload:
     """One blob, named by its content; the name is computed once (no slots, so that it can be kept)."""
@@ -189,14 +194,20 @@ class Payload:
     dtype: str = "bytes"
 
     @classmethod
-    def of_array(cls, kind: str, array: np.ndarray) -> Payload:
-        """The payload that holds an array, C order, little endian."""
+    def of_array(cls, kind: str, array: np.ndarray, *, is_compressed: bool = False) -> Payload:
+        """The payload that holds an array, C order, little endian. is_compressed: for large ones of few different values."""
         little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-        return cls(kind=kind, data=little.tobytes(), shape=tuple(array.shape), dtype=little.dtype.str)
+        data, dtype = little.tobytes(), little.dtype.str
+        if is_compressed:
+            data, dtype = pa.Codec("zstd", compression_level=1).compress(data, asbytes=True), dtype + ZSTD
+        return cls(kind=kind, data=data, shape=tuple(array.shape), dtype=dtype)
 
     def to_array(self) -> np.ndarray:
         """The array in it, read-only."""
-        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
+        dtype, data = np.dtype(self.dtype.removesuffix(ZSTD)), self.data
+        if self.dtype.endswith(ZSTD):
+            data = pa.Codec("zstd").decompress(data, math.prod(self.shape) * dtype.itemsize, asbytes=True)
+        return np.frombuffer(data, dtype).reshape(self.shape)
 
     @cached_property
     def payload_digest(self) -> str:

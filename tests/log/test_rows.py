@@ -79,6 +79,16 @@ def test_a_row_that_breaks_a_rule_is_refused_by_name(broken: dict[str, object], 
         validate("segments", with_lsn(encoded(make_segment(**broken))))
 
 
+def test_compressed_array_comes_back_and_is_named_by_what_is_stored() -> None:
+    pixels = np.tile(np.array([-1, 0.5, 1], np.float32), 1000).reshape(3, 10, 100)
+    payload = Payload.of_array("tensor", pixels, is_compressed=True)
+    assert payload.dtype == "<f4+zstd" and payload.size_bytes < pixels.nbytes / 10
+    assert np.array_equal(payload.to_array(), pixels) and payload.to_array().dtype == np.float32
+    assert payload.payload_digest != Payload.of_array("tensor", pixels).payload_digest
+    empty = Payload.of_array("tensor", np.zeros((0, 3), bool), is_compressed=True)
+    assert empty.to_array().shape == (0, 3)
+
+
 def test_segment_without_images_has_the_digest_it_had_before_there_were_any() -> None:
     batch = encoded(make_segment())
     assert batch["media"].to_pylist() == [None]
