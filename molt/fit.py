@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from molt.config import Config
 from molt.errors import SettingError
 from molt.layout_rules import model_findings
-from molt.memory import Bill, engine_bill, host_bill, trainer_bill
+from molt.memory import CONTEXT_GIB, Bill, engine_bill, host_bill, loading_gib, loads_whole, trainer_bill
 from molt.model_shape import ModelShape
 from molt.placement import Layout, lay_out
 from molt.settings import check
@@ -67,6 +67,11 @@ def fit(config: Config, cluster: Cluster, shape: ModelShape, parameters: Paramet
     host = host_bill(config, parameters, ranks_per_host=min(cluster.gpus_per_host, config.fsdp.num_ranks))
     free = _free(config, cluster, layout, trainer, engine, host)
     findings += _memory_findings(config, free, trainer, engine, host, cluster)
+    if loads_whole(config) and (loading := loading_gib(config, parameters) + CONTEXT_GIB) > cluster.gpu_gib:
+        findings.append(
+            f"trainer: AutoModel reads the whole model in float32 before it is sharded, {loading:.1f} GiB on {cluster.gpu_gib:g} GiB; "
+            "set actor.implementation=hf, which reads shards alone"
+        )
     if sequences < 1:
         findings.append(
             f"the cache of an engine holds {sequences:.2f} sequences of data.max_len={config.data.max_len}; "

@@ -2,7 +2,7 @@
 
 trainer   master weights, gradient and moments (float32, sharded) | whole layers while they compute | activations | log-probs of the head
 engine    weights of its part | cache of keys and values
-host      a float32 copy of the model in each rank that loads it whole | weights in shared memory | moments and weights that are offloaded
+host      weights in shared memory | moments and weights that are offloaded; files are read in slices, straight to the GPU
 
 Exact where it counts tensors that the code makes; activations are summed over what a layer keeps for its backward pass, in the manner of
 Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models), for gated layers and for mixtures. What is
@@ -101,6 +101,16 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
     return Bill(needs=(*needs, Need(what="fragments", gib=spare, why="assumed")))
 
 
+def loading_gib(config: Config, parameters: Parameters) -> float:
+    """Float32 weights on a trainer's GPU while they are read: its shards, or the whole model where AutoModel alone shards nothing."""
+    return 4 * (parameters.total if loads_whole(config) else local_parameters(config, parameters)) / GIB
+
+
+def loads_whole(config: Config) -> bool:
+    """Whether each rank reads the whole model before it is sharded."""
+    return config.actor.implementation != "hf" and config.fsdp.tp_size == 1 and config.fsdp.ep_size == 1
+
+
 def local_parameters(config: Config, parameters: Parameters) -> float:
     """Parameters whose shard lies on one rank."""
     fsdp = config.fsdp
@@ -178,14 +188,6 @@ def host_bill(config: Config, parameters: Parameters, *, ranks_per_host: int) ->
     width = 2 if config.actor.dtype == "bfloat16" else 4
     local = local_parameters(config, parameters)
     needs = []
-    if config.fsdp.ep_size > 1:
-        needs.append(
-            Need(what="loading", gib=4 * local * ranks_per_host / GIB, why=f"float32 shards of {ranks_per_host} ranks, at the start")
-        )
-    elif config.actor.implementation != "hf" and config.fsdp.tp_size == 1:
-        # The Hugging Face class reads its shards straight to their GPU (molt.learn.streamed).
-        why = f"float32 in each of {ranks_per_host} ranks of AutoModel, at the start; actor.implementation=hf reads shards alone"
-        needs.append(Need(what="loading", gib=4 * parameters.total * ranks_per_host / GIB, why=why))
     if config.vllm.weight_transfer == "file":
         needs.append(Need(what="shared memory", gib=2 * width * parameters.total / GIB, why="two versions of the weights in /dev/shm"))
     if config.fsdp.offload != "none":

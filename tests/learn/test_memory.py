@@ -16,7 +16,7 @@ from molt.fit import Cluster, Fit, fit
 from molt.learn import fused_head, logprob
 from molt.learn.meta import Parameters, count_parameters
 from molt.learn.model import load_model
-from molt.memory import CHUNK_BYTES, CHUNK_FLOATS, GIB, KEPT_FLOATS, head_bytes, host_bill, kept_per_token, local_parameters
+from molt.memory import CHUNK_BYTES, CHUNK_FLOATS, GIB, KEPT_FLOATS, head_bytes, host_bill, kept_per_token, loading_gib, local_parameters
 from molt.model_shape import ModelShape
 from tests.learn.tiny import make_model, make_moe
 
@@ -100,16 +100,28 @@ def test_head_is_billed_by_the_kernels_that_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("implementation", "fsdp", "gib"),
     [
-        ("hf", {"num_ranks": 8}, 0.0),  # each rank reads its own part
-        ("auto", {"num_ranks": 8}, 32.0),  # 8 ranks x 4 B x 2^30
-        ("auto", {"num_ranks": 8, "tp_size": 2}, 0.0),  # the Hugging Face class
-        ("automodel", {"num_ranks": 8, "ep_size": 2}, 4.0),  # 8 ranks x 4 B x 2^30 / 8
+        ("hf", {"num_ranks": 8}, 0.5),  # each rank reads its own part: 4 B x 2^30 / 8
+        ("auto", {"num_ranks": 8}, 4.0),  # AutoModel reads all of it: 4 B x 2^30
+        ("auto", {"num_ranks": 8, "tp_size": 2}, 0.5),  # the Hugging Face class
+        ("automodel", {"num_ranks": 8, "ep_size": 2}, 0.5),  # AutoModel shards first where it spreads experts
     ],
 )
-def test_host_holds_what_ranks_load_whole(implementation: str, fsdp: dict[str, int], gib: float) -> None:
+def test_weights_are_loaded_by_shard_where_the_class_can(implementation: str, fsdp: dict[str, int], gib: float) -> None:
     parameters = Parameters(total=1 << 30, embedding=0, head=0, experts=0, layer=0, layer_experts=0, uncut=0)
     config = settings(actor={"implementation": implementation}, fsdp=fsdp, vllm={"weight_transfer": "nccl"})
-    assert host_bill(config, parameters, ranks_per_host=8).gib == gib
+    assert loading_gib(config, parameters) == gib
+    assert host_bill(config, parameters, ranks_per_host=8).gib == 0.0
+
+
+def test_model_that_is_loaded_whole_must_fit_a_card(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", QWEN3_4B | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64})
+    rooms: dict[str, Any] = {"actor": {"model_name_or_path": str(folder), "dtype": "bfloat16", "gradient_checkpointing": True}}
+    rooms |= {"fsdp": {"num_ranks": 16}, "vllm": {"num_engines": 4, "tensor_parallel_size": 4}}
+    for implementation, is_fitting in (("auto", False), ("hf", True)):
+        rooms["actor"]["implementation"] = implementation
+        found = ask(folder, Cluster(num_gpus=32, gpu_gib=80), **rooms)
+        assert any("reads the whole model in float32" in line for line in found.findings) == (not is_fitting)
+        assert found.is_fitting == is_fitting
 
 
 def test_parameters_are_counted_from_a_config_alone(tmp_path: Path) -> None:
