@@ -80,7 +80,7 @@ comment on column segments.reward is 'reward of the whole rollout, the same in e
 comment on column segments.outcome is 'unshaped outcome (correct or not) that dynamic filtering looks at; null when the agent gave none';
 comment on column segments.is_terminated is 'the agent ended the rollout';
 comment on column segments.is_truncated is 'a limit ended the rollout';
-comment on column segments.stop_reason is 'what ended the rollout: terminated, max_tokens, max_turns, context, agent, timeout';
+comment on column segments.stop_reason is 'what ended the rollout: terminated, max_tokens, max_turns, context, images, agent, timeout';
 comment on column segments.metrics is 'JSON object of numbers that the agent reported';
 comment on column segments.temperature is 'softmax temperature of the sampling distribution';
 comment on column segments.top_p is 'nucleus bound of the sampling distribution; 1 is off';

@@ -39,14 +39,14 @@ def count_parameters(folder: str | Path) -> Parameters:
             lm = model_class(config).from_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise SettingError(f"actor.model_name_or_path={folder}, transformers cannot build it: {error}") from error
-    from molt.learn.model import all_blocks
+    from molt.learn.model import decoder_blocks
 
     sizes = {name: parameter.numel() for name, parameter in lm.named_parameters()}
     embedding = lm.get_input_embeddings().weight
     head = lm.get_output_embeddings()
     layers = [
         (sum(p.numel() for p in block.parameters()), sum(p.numel() for name, p in block.named_parameters() if ".experts." in name))
-        for block in all_blocks(lm)
+        for block in decoder_blocks(lm)
     ]
     layer, layer_experts = max(layers, default=(0, 0))
     uncut = sum(p.numel() for name, p in lm.named_parameters() if p.dim() < 2 or name.endswith((".gate.weight", ".router.weight")))

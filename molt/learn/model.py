@@ -117,15 +117,17 @@ class TokenScorer(nn.Module):
                 )
 
     def _embeddings(self, packed: Packed) -> torch.Tensor:
-        """(1, L, D): embeddings of the ids, features of images in their places. A pass without images looks at a blank tile, so that
-        every rank runs the same layers and has the same gradients."""
+        """(1, L, D): embeddings of the ids, features of images in their places. Where the tower learns, a pass without images looks at a
+        blank tile, so that every rank has the same gradients."""
         embeds_LD = self.lm.get_input_embeddings()(packed.input_ids)[0]
-        tensors = {name: tensor.to(embeds_LD.device) for name, tensor in (packed.image_tensors or blank_tensors(self.lm)).items()}
         is_learning = torch.is_grad_enabled() and any(p.requires_grad for module in eyes(self.lm) for p in module.parameters())
+        if packed.feature_F is None and not is_learning:
+            return embeds_LD[None]
+        tensors = {name: tensor.to(embeds_LD.device) for name, tensor in (packed.image_tensors or blank_tensors(self.lm)).items()}
         with torch.set_grad_enabled(is_learning):
             features_FD = image_features(self.lm, tensors).to(embeds_LD.dtype)
         if packed.feature_F is None or packed.source_F is None:
-            return (embeds_LD + 0.0 * features_FD.sum())[None] if is_learning else embeds_LD[None]
+            return (embeds_LD + 0.0 * features_FD.sum())[None]
         return embeds_LD.index_copy(0, packed.feature_F, features_FD[packed.source_F])[None]
 
     def _attention_inputs(self, packed: Packed, part: Cut | None) -> dict[str, Any]:
@@ -270,7 +272,7 @@ def prepare(lm: Any, actor: ActorSettings) -> None:
 
 def checkpoint_blocks(lm: nn.Module) -> None:
     """Keep only the inputs of each layer and compute the rest again in the backward pass."""
-    for block in all_blocks(lm):
+    for block in [*decoder_blocks(lm), *(block for tower in (eyes(lm)[:1] if has_eyes(lm) else []) for block in decoder_blocks(tower))]:
         block.forward = _checkpointed(block.forward)
 
 
@@ -297,19 +299,15 @@ def attention_name(fsdp: FsdpSettings) -> str:
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers, outermost only, in order: the units that are sharded."""
+    """The repeated layers, outermost only, in order: the units that are sharded. Of a model that takes images, those of its language model:
+    how often a rank runs its vision tower depends on the images that it has, so no unit of it may be gathered by itself."""
+    lm: Any = getattr(model, "lm", model)
+    if has_eyes(lm):
+        return decoder_blocks(lm.model.text_model)
     stacks = [list(m.values()) for m in model.modules() if isinstance(m, nn.ModuleDict) and _is_stack(list(m.values()))]
     stacks += [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and _is_stack(list(m))]
     sizes = [sum(p.numel() for block in blocks for p in block.parameters()) for blocks in stacks]
     return stacks[sizes.index(max(sizes))] if stacks else []
-
-
-def all_blocks(scorer: nn.Module) -> list[nn.Module]:
-    """The repeated layers of the language model, and those of its vision tower."""
-    lm: Any = getattr(scorer, "lm", scorer)
-    if not has_eyes(lm):
-        return decoder_blocks(scorer)
-    return [*decoder_blocks(lm.model.text_model), *decoder_blocks(lm.model.vision_model)]
 
 
 def _is_stack(blocks: list[nn.Module]) -> bool:

@@ -20,7 +20,7 @@ from molt.config import ActorSettings, FsdpSettings
 from molt.errors import NonFiniteError
 from molt.learn import streamed, tensor_parallel
 from molt.learn.mesh import RankMesh
-from molt.learn.model import TokenScorer, all_blocks
+from molt.learn.model import TokenScorer, decoder_blocks
 from molt.learn.packing import Packed
 from molt.learn.routes import routers
 from molt.rollout.weights import TensorFacts
@@ -213,7 +213,7 @@ def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: Ran
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for router in routers(scorer):
             fully_shard(router, mesh=mesh.fsdp, mp_policy=exact, offload_policy=offload)
-    for block in all_blocks(scorer):
+    for block in decoder_blocks(scorer):
         fully_shard(block, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     fully_shard(scorer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     _read_weights(scorer, mesh, is_on_host=isinstance(offload, CPUOffloadPolicy))

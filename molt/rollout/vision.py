@@ -13,6 +13,9 @@ from torch import nn
 
 from molt.model_shape import IMAGE_FAMILIES
 
+TILES_AT_ONCE = 32
+"""Tiles in one pass of the tower: of 512 pixels in patches of 16, 32,768 patches."""
+
 
 def model_class(config: Any) -> Any:
     """The transformers class that loads a model with this config."""
@@ -32,10 +35,13 @@ def eyes(lm: Any) -> list[nn.Module]:
 
 
 def image_features(lm: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Features of images, tiles after tiles, as the language model takes them. # (F, D)"""
-    # The model takes tiles of a batch of prompts, (prompts, tiles, ...): here all are of one prompt.
-    found = lm.model.get_image_features(**{name: tensor[None] for name, tensor in tensors.items()}, return_dict=True)
-    return found.pooler_output.flatten(0, 1)
+    """Features of images, tiles after tiles, as the language model takes them; a few tiles are looked at together. # (F, D)"""
+    parts = []
+    for some in zip(*(tensor.split(TILES_AT_ONCE) for tensor in tensors.values()), strict=True):
+        # The model takes tiles of a batch of prompts, (prompts, tiles, ...): here all are of one prompt.
+        given = {name: tensor[None] for name, tensor in zip(tensors, some, strict=True)}
+        parts.append(lm.model.get_image_features(**given, return_dict=True).pooler_output.flatten(0, 1))
+    return torch.cat(parts)
 
 
 def features_per_tile(lm: Any) -> int:

@@ -19,6 +19,7 @@ from molt.learn.model import load_model
 from molt.memory import CHUNK_BYTES, CHUNK_FLOATS, GIB, KEPT_FLOATS, head_bytes, host_bill, kept_per_token, loading_gib, local_parameters
 from molt.model_shape import ModelShape
 from tests.learn.tiny import make_model, make_moe
+from tools.device.images import SMOLVLM_256M
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
@@ -131,6 +132,13 @@ def test_parameters_are_counted_from_a_config_alone(tmp_path: Path) -> None:
     assert round(moe.total / 1e9, 1) == 30.5 and moe.experts == 48 * 128 * 3 * 768 * 2048 and moe.head == 151936 * 2048
 
 
+def test_tower_and_connector_count_as_parameters(tmp_path: Path) -> None:
+    found = count_parameters(write(tmp_path / "smolvlm", SMOLVLM_256M))
+    # Published: 256,484,928. Text 30 layers of 3,540,096, embedding and head of 49280 x 576; tower 86.4M; connector 16 x 768 x 576.
+    assert found.total == 256_484_928 and found.embedding == found.head == 49280 * 576
+    assert found.layer == 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576
+
+
 def test_shares_of_the_weights_by_layout() -> None:
     parameters = Parameters(total=1000, embedding=0, head=0, experts=600, layer=0, layer_experts=0, uncut=40)
     # fsdp alone: 1000 / 4. Two replicas: 1000 / 2. tp2: (960 / 2 + 40) / 2. ep2: 400 / 4 + 600 / 4.
@@ -167,13 +175,19 @@ def test_plan_says_what_does_not_fit_and_leaves_with_1(tmp_path: Path, capsys: p
     assert "activations" in captured.out and "it fits" in captured.err
 
 
-@pytest.mark.parametrize(("recipe", "shape", "num_gpus"), [("qwen3_4b", QWEN3_4B, 8), ("qwen3_30b_a3b", QWEN3_30B_A3B, 16)])
+@pytest.mark.parametrize(
+    ("recipe", "shape", "num_gpus", "sizes"),
+    [
+        ("qwen3_4b", QWEN3_4B, 8, ("80", "40")),
+        ("qwen3_30b_a3b", QWEN3_30B_A3B, 16, ("80", "40")),
+        ("smolvlm_shapes", SMOLVLM_256M, 1, ("24", "12")),
+    ],
+)
 def test_recipe_fits_the_hosts_that_its_head_names_and_no_smaller_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, shape: dict[str, Any], num_gpus: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, shape: dict[str, Any], num_gpus: int, sizes: tuple[str, str]
 ) -> None:
     folder = write(tmp_path / recipe, shape)
     words = ["plan", "--config", str(places.folder("recipes") / f"{recipe}.toml"), "--actor.model_name_or_path", str(folder), "--json"]
     cluster = ["--gpus", str(num_gpus), "--host-memory-gib", "1000", "--gpu-memory-gib"]
-    assert app.run([*words, *cluster, "80"]) == 0
-    assert app.run([*words, *cluster, "40"]) == 1
+    assert [app.run([*words, *cluster, size]) for size in sizes] == [0, 1]
     capsys.readouterr()

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTION = {
     "lance": "pylance",
+    "PIL": "pillow",
     "tomli_w": "tomli-w",
     "math_verify": "math-verify",
     "reasoning_gym": "reasoning-gym",
