@@ -21,6 +21,7 @@ from molt.ablate.record import ScoredRun, ScoredStep
 from molt.ablate.variants import Grid, Variant
 from molt.algo.loss import token_scale
 from molt.algo.reward import shape_rewards
+from molt.learn.journal import read_images
 from molt.learn.model import TokenScorer, load_model
 from molt.learn.packing import pack
 
@@ -88,6 +89,7 @@ def _add_step(
     slopes_VT = _slopes(tally, record, step, variants)
     segments = record.cut.segments([row.segment_id for row in step.plan.segments])
     temperatures = segments.column("temperature").to_numpy()
+    images = read_images(record.cut, segments)
     bounds = np.concatenate([[0], np.cumsum(step.batch.lengths_S.numpy())])
     group_S = step.batch.group_S.numpy()
     for group in np.unique(group_S):
@@ -100,6 +102,7 @@ def _add_step(
             [segments.token_ids_T[span] for span in spans],
             [segments.is_sampled_T[span] for span in spans],
             [float(temperatures[p]) for p in places],
+            images=[images[p] for p in places],
         )
         logprobs_N, _ = scorer(packed.to(device))
         sums.distance += float((logprobs_N.detach().cpu() - step.trainer_logprobs_T[index_N]).abs().sum())

@@ -24,7 +24,7 @@ from molt.learn.packing import RowImages
 from molt.learn.result import RecordedStep, StepResult
 from molt.learn.rows import MicroBatch, Row
 from molt.learn.step import Step
-from molt.log.batch import SOURCES
+from molt.log.batch import SOURCES, SegmentBatch
 from molt.log.rows import Event, Payload, Score, TokenSource, event
 
 if TYPE_CHECKING:
@@ -153,11 +153,10 @@ def read_rows(reader: LogReader, segment_ids: Sequence[str], *, wants_routes: bo
         return []
     cut = reader.cut()
     batch = cut.segments(list(segment_ids))
-    names = ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode", "routing_digest", "media")
+    names = ("segment_id", "temperature", "top_p", "top_k", "logprobs_mode", "routing_digest")
     scalars = {name: batch.column(name).to_pylist() for name in names}
     routes = read_arrays(cut, [digest for digest in scalars["routing_digest"] if digest is not None]) if wants_routes else {}
-    media = [cell or () for cell in scalars["media"]]
-    tensors = read_arrays(cut, [m["payload_digest"] for cell in media for m in cell if m["name"] != "image"])
+    images = read_images(cut, batch)
     return [
         Row(
             segment_id=scalars["segment_id"][place],
@@ -171,9 +170,20 @@ def read_rows(reader: LogReader, segment_ids: Sequence[str], *, wants_routes: bo
             top_k=scalars["top_k"][place],
             logprobs_mode=scalars["logprobs_mode"][place],
             routes=routes.get(scalars["routing_digest"][place]),
-            images=row_images(batch.source_T[low:high] == IMAGE, media[place], tensors),
+            images=images[place],
         )
         for place, (low, high) in enumerate(pairwise(batch.offsets_S))
+    ]
+
+
+def read_images(cut: Cut, batch: SegmentBatch) -> list[RowImages | None]:
+    """Images of each segment of a batch, their tensors read from the log; None for one without any."""
+    if "media" not in batch.scalars.column_names:  # a log from before there were images
+        return [None] * len(batch)
+    media = [cell or () for cell in batch.column("media").to_pylist()]
+    tensors = read_arrays(cut, [m["payload_digest"] for cell in media for m in cell if m["name"] != "image"])
+    return [
+        row_images(batch.source_T[low:high] == IMAGE, media[place], tensors) for place, (low, high) in enumerate(pairwise(batch.offsets_S))
     ]
 
 

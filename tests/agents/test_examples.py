@@ -6,13 +6,17 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
+from molt.agents import AgentRunner
 from molt.agents.episode import Episode, EpisodeIds, EpisodeLimits, run_episode
 from molt.agents.load import load_agent
 from molt.agents.render import ChatRenderer
+from molt.agents.tokenizer import Tokenizer
 from molt.config import DataSettings
 from molt.data.prompts import Prompt, PromptSet
+from molt.data.tiny_vision import make_pictures, make_processor
 from molt.places import folder
 from molt.rollout.engine import Sampling
 from tests.agents.scripted import ScriptedEngine
@@ -22,7 +26,7 @@ GSM8K = Path(__file__).parents[1] / "data" / "fixtures" / "gsm8k_8.jsonl"
 
 async def run(name: str, prompt: Prompt, renderer: ChatRenderer, *script: str) -> tuple[Episode, ScriptedEngine]:
     runner = load_agent(folder("examples") / f"{name}.py").runner()
-    engine = ScriptedEngine(renderer.tokenizer, *script)
+    engine = ScriptedEngine(renderer.tokenizer, *script, processor=renderer.processor)
     await runner.start()
     try:
         episode = await run_episode(
@@ -109,3 +113,29 @@ async def test_calls_without_end_end_the_rollout(prompt: Prompt, renderer: ChatR
     episode, engine = await run("calculator_agent", prompt, renderer, "<calc>1+1</calc>")
     # Three calls are answered; the fourth is taken as the final answer.
     assert len(engine.prompts) == 4 and episode.reward == 0.0 and episode.metrics == {"num_calls": 3.0}
+
+
+async def test_picture_is_shown_larger_after_a_wrong_answer(tmp_path: Path) -> None:
+    make_processor(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "idefics3"}')
+    seeing = ChatRenderer.for_agent(Tokenizer.load(tmp_path / "model"), AgentRunner, DataSettings())
+    prompt = PromptSet.load(make_pictures(tmp_path / "shapes", num_prompts=1, num_pixels=48), DataSettings())[0]
+    wrong = str(int(prompt.label) + 1)
+    for script, reward, turns in (((prompt.label,), 1.0, 1), ((wrong, f"I see {prompt.label}"), 0.5, 2), ((wrong, wrong), 0.0, 2)):
+        episode, engine = await run("count_shapes_agent", prompt, seeing, *script)
+        assert (episode.reward, episode.num_turns) == (reward, turns)
+        assert [(image.width, image.height) for image in engine.images[-1]] == [(48, 48), (96, 96)][:turns]
+
+
+def test_pictures_show_as_many_circles_as_they_say(tmp_path: Path) -> None:
+    """A circle leaves the corners of its box white, a square does not."""
+    prompts = PromptSet.load(make_pictures(tmp_path, num_prompts=12, num_pixels=400), DataSettings())
+    for prompt in prompts:
+        pixels = np.asarray(prompt.images[0].decoded())
+        is_drawn = (pixels < 250).any(-1)
+        num_circles = 0
+        for row in range(4):
+            for column in range(4):
+                cell = is_drawn[row * 100 : row * 100 + 100, column * 100 : column * 100 + 100]
+                num_circles += bool(cell.any()) and not bool(cell[6:8, 6:8].any())
+        assert num_circles == int(prompt.label)

@@ -88,6 +88,16 @@ async def run(renderer: ChatRenderer, prompt: Prompt, *script, **limits) -> tupl
     return episode, engine
 
 
+def test_observation_holds_images_between_texts(seeing: ChatRenderer, processor: ImageProcessor) -> None:
+    results = agents.Observation.tool("42", ["The crop: ", BLUE], RED, call_ids=["a", "b", "c"])
+    assert [message["content"] for message in results.messages] == ["42", [text_part("The crop: "), image_part(BLUE)], [image_part(RED)]]
+    assert agents.Observation.user("a ", "b").messages[0]["content"] == "a b"
+    messages = (*asked("What?").messages, {"role": "assistant", "content": "zoom"}, *results.messages)
+    (gap,) = seeing.layout(messages, {}).gaps
+    assert [placed.expansion.image for placed in gap.images] == [BLUE, RED]
+    assert int((gap.token_ids == processor.placeholder_id).sum()) == 2 * 4
+
+
 def test_image_becomes_markers_and_features(processor: ImageProcessor, seeing: ChatRenderer) -> None:
     expansion = processor.expansion(RED)
     names = ["<fake_token_around_image>", "<global-img>", *["<image>"] * 4, "<fake_token_around_image>"]

@@ -20,7 +20,7 @@ from molt.data.images import Image
 from molt.data.processor import ImageProcessor, PlacedImage, named_tensors
 from molt.data.tiny_vision import make_vision_model
 from molt.errors import LineageError
-from molt.learn.journal import read_rows, row_images
+from molt.learn.journal import read_images, read_rows, row_images
 from molt.learn.model import TokenValuer, load_model
 from molt.learn.packing import Packed, RowImages, pack
 from molt.learn.result import RefusalReason
@@ -218,6 +218,9 @@ def test_images_come_back_from_the_log_without_any_file(seeing: Path, tmp_path: 
         Producer(writer, "test").append_sync(segments=segments, payloads=payloads)
         reader = LogReader.open(tmp_path / "run")
         back = read_rows(reader, [row.segment_id for row in rows])
+        batch = reader.cut().segments([row.segment_id for row in rows])
+        older = replace(batch, scalars=batch.scalars.drop_columns(["media"]))
+        assert read_images(reader.cut(), older) == [None] * len(rows)  # a log from before there were images
         kinds = reader.cut().table("payloads", ["kind"])["kind"].to_pylist()
     # three pictures, their three tensors of pixels, and one mask that all of them share
     assert sorted(kinds) == ["image"] * 3 + ["tensor"] * 4
