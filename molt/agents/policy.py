@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ class Policy:
         self.is_waiting = True
         try:
             check_messages(messages)
-            self._check_images(images_of(messages))
+            await self._see(images_of(messages))
             prompt = self._conversation.prompt(messages)
             generation = await self._sample(prompt, self._budget(prompt, max_new_tokens))
             self.builder.add(prompt, generation, self.num_turns)
@@ -107,8 +108,9 @@ class Policy:
         text = self._conversation.add(messages, prompt, generation.token_ids, number=turn).text if len(generation.token_ids) else ""
         return Action(text=text, token_ids=generation.token_ids, finish_reason=generation.finish_reason, turn=turn)
 
-    def _check_images(self, images: Sequence[Image]) -> None:
-        """Stop before a call with too many images; refuse one that is too large."""
+    async def _see(self, images: Sequence[Image]) -> None:
+        """Stop before a call with too many images; refuse one that is too large. The processor looks at new ones in a thread of its own,
+        since other rollouts share the loop."""
         if len(images) > self._limits.max_images:
             if not self.builder.segments:
                 self.too_long = f"the first prompt has {len(images)} images, data.max_images={self._limits.max_images}"
@@ -118,6 +120,10 @@ class Policy:
                 raise AgentError(
                     f"an image has {image.width} x {image.height} pixels, data.max_image_pixels={self._limits.max_image_pixels}; scale it"
                 )
+        processor = self._conversation.renderer.processor
+        for image in images:
+            if processor is not None and not processor.knows(image):
+                await asyncio.to_thread(processor.expansion, image)
 
     def _sent(self, prompt: CallPrompt) -> list[int]:
         """The prompt as the engine is sent it: one placeholder for each image."""

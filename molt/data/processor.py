@@ -8,9 +8,9 @@ Both forms are kept apart by name: expand() leads from the first to the second, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,9 @@ class ImageProcessor:
                 f"actor.model_name_or_path={name}, its tokenizer has no token of its own for {self.placeholder!r}, an image's placeholder"
             )
         self.placeholder_id = int(found)
-        self.expansion = lru_cache(maxsize=KEPT)(self._expansion)
+        self._seen: dict[str, Expansion] = {}
+        """By digest, the oldest first."""
+        self._one = threading.Lock()
         self._lengths: dict[tuple[int, int], int] = {}
 
     @classmethod
@@ -113,8 +115,22 @@ class ImageProcessor:
             ) from error
         return cls(inner, name=str(path))
 
+    def knows(self, image: Image) -> bool:
+        """Whether its expansion is at hand."""
+        return image.digest in self._seen
+
+    def expansion(self, image: Image) -> Expansion:
+        """Ids and tensors of one image: at once where it was seen lately, else a fraction of a second. Any thread may call it."""
+        found = self._seen.get(image.digest)
+        if found is None:
+            with self._one:
+                found = self._expansion(image)
+                self._seen[image.digest] = found
+                while len(self._seen) > KEPT:
+                    del self._seen[next(iter(self._seen))]
+        return found
+
     def _expansion(self, image: Image) -> Expansion:
-        """Ids and tensors of one image."""
         # An expansion begins and ends with special tokens, so its ids do not depend on the text around it.
         made = self.inner(text=self.placeholder, images=[image.decoded()], return_tensors="np", add_special_tokens=False)
         token_ids = np.asarray(made["input_ids"], np.int32).reshape(-1)
@@ -138,7 +154,7 @@ class ImageProcessor:
         """Tokens of an image; images of one size have equally many, so that a whole data set is measured quickly."""
         size = (image.width, image.height)
         if size not in self._lengths:
-            self._lengths[size] = len(self._expansion(image).token_ids)
+            self._lengths[size] = len(self.expansion(image).token_ids)
         return self._lengths[size]
 
     def expand(self, token_ids: np.ndarray, images: Sequence[Image]) -> tuple[np.ndarray, tuple[PlacedImage, ...]]:

@@ -115,6 +115,17 @@ def test_lengths_that_differ_are_found(log) -> None:
     ]
 
 
+def test_image_that_grew_from_turn_to_turn_is_found(log) -> None:
+    log.well()
+    for number, length in enumerate((7, 7, 28)):
+        media = [
+            Medium(name="image", payload_digest="a" * 32, position=1, len=length),
+            Medium(name="image", payload_digest="b" * 32, position=9, len=7),
+        ]
+        log.segment(f"e0-p{number + 1}/0/0", media=media)
+    assert log.rows("images_alike") == [("a" * 32, 7, 28, 3, "e0-p1/0/0/0")]
+
+
 def test_payload_that_nobody_stored_is_found(log) -> None:
     log.well()
     picture = Payload(kind="image", data=b"png")

@@ -73,6 +73,7 @@ def main() -> int:
     def run(kind: str, facts: dict[str, Any]) -> None:
         run_dir = arguments.work / "runs" / f"images-{kind}-{stamp}"
         own = settings(held["world"], run_dir, engine, is_frozen=kind == "frozen", small=small)
+        own["vllm.weight_transfer"] = "ipc" if arguments.ipc else "file"
         child = Child(molt("train", *flags(own)), log=parts.logs / f"images-{kind}.log", env=env)
         facts["exit_code"] = child.wait(parts.left_s - 40)
         steps = steps_of(run_dir)
