@@ -90,7 +90,8 @@ class ChatRenderer:
         """processor: of a model that takes images."""
         self.tokenizer = tokenizer
         self.processor = processor
-        source = template if template is not None else tokenizer.template
+        own = None if processor is None else processor.template
+        source = template if template is not None else own or tokenizer.template
         if not source:
             raise SettingError(
                 f"actor.model_name_or_path={tokenizer.name}, its tokenizer has no chat template; "

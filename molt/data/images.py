@@ -134,6 +134,8 @@ class ImageReader:
             raise ValueError(f"data.images_key holds {left} more images than the messages show; write {MARKER} where each belongs")
 
     def _taken(self, source: Any, path: str) -> Image:
+        if isinstance(source, list | tuple) and len(source) == 1:
+            source = source[0]
         self.num_images += 1
         if self.num_images > self._max_images:
             raise ValueError(f"{path} is image {self.num_images}, data.max_images={self._max_images}; leave some out or raise it")

@@ -115,6 +115,12 @@ class ImageProcessor:
             ) from error
         return cls(inner, name=str(path))
 
+    @property
+    def template(self) -> str | None:
+        """Its chat template, which shows images; None when the model has it with its tokenizer alone."""
+        template = getattr(self.inner, "chat_template", None)
+        return template.get("default") if isinstance(template, dict) else template
+
     def knows(self, image: Image) -> bool:
         """Whether its expansion is at hand."""
         return image.digest in self._seen

@@ -98,6 +98,34 @@ def test_observation_holds_images_between_texts(seeing: ChatRenderer, processor:
     assert int((gap.token_ids == processor.placeholder_id).sum()) == 2 * 4
 
 
+SPEAKERS = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""In the manner of SmolVLM: parts only, speakers by name, and a finished turn opened otherwise than the generation prompt."""
+
+
+async def test_template_that_takes_parts_only_shows_images_in_every_turn(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, num_tiles=1)
+    (folder / "chat_template.jinja").write_text(SPEAKERS)
+    seeing = ChatRenderer.for_agent(Tokenizer.load(folder), agents.AgentRunner, DataSettings())
+    assert seeing.template.has_parts and seeing.turn_end == "<end_of_utterance>"
+    said = [generation(seeing.tokenizer.encode(f" {word}<end_of_utterance>").tolist()) for word in ("one", "two", "three")]
+    episode, engine = await run(seeing, asked(RED, "How many?"), *said)
+    (segment,) = episode.segments  # what was sampled stays as sampled, though the template would write a blank before it
+    assert engine.texts == [
+        "User:<image>How many?<end_of_utterance>\nAssistant:",
+        "User:<image>How many?<end_of_utterance>\nAssistant: one<end_of_utterance>\nUser: and <image><end_of_utterance>\nAssistant:",
+        "User:<image>How many?<end_of_utterance>\nAssistant: one<end_of_utterance>\nUser: and <image><end_of_utterance>\nAssistant: two"
+        "<end_of_utterance>\nUser: and <image><end_of_utterance>\nAssistant:",
+    ]
+    assert engine.images[-1] == [RED, BLUE, BLUE] and len(segment.media or ()) == 3 * 3
+    assert seeing.length(asked(RED, "How many?").messages) == len(seeing.layout(asked(RED, "How many?").messages, {}).gaps[0].token_ids)
+
+
 def test_image_becomes_markers_and_features(processor: ImageProcessor, seeing: ChatRenderer) -> None:
     expansion = processor.expansion(RED)
     names = ["<fake_token_around_image>", "<global-img>", *["<image>"] * 4, "<fake_token_around_image>"]

@@ -44,6 +44,7 @@ def one(folder: Path, content: Any, **row: Any) -> Any:
         {"type": "image", "image": "red.png"},
         {"type": "image", "path": "red.png"},
         {"type": "image", "image": {"path": "red.png"}},
+        {"type": "image", "image": ["red.png"]},
         {"type": "image_url", "image_url": {"url": "DATA"}},
         {"type": "image_url", "image_url": "DATA"},
         {"type": "input_image", "image_url": "DATA", "detail": "auto"},
