@@ -9,8 +9,8 @@ from typing import Any
 
 from molt.errors import SettingError
 
-IMAGE_FAMILIES = ("idefics3",)
-"""Models whose images Molt carries, by model_type: SmolVLM and Idefics 3, whose positions are those of text."""
+IMAGE_FAMILIES = ("idefics3", "llava")
+"""Models whose images Molt carries, by model_type: SmolVLM and Idefics 3, LLaVA. Their positions are those of text."""
 REFUSED_FAMILIES = {
     "qwen2_vl": "its tokens have positions of three axes, which packed rows do not carry yet",
     "qwen2_5_vl": "its tokens have positions of three axes, which packed rows do not carry yet",

@@ -19,7 +19,7 @@ import torch
 from molt.config import Config
 from molt.model_shape import ModelShape
 from molt.parity.measure import measure_gap
-from molt.parity.prompts import prompt_ids
+from molt.parity.prompts import asked
 from molt.parity.sides import Sample, Scored, sample, trainer
 from molt.parity.variants import Limit, Variant, choose, limits
 from molt.rollout.spec import engine_kind
@@ -42,13 +42,13 @@ async def main(
     bounds = limits(config.actor.dtype, given_limits, agreement)
     config = config.model_copy(update={"train": config.train.model_copy(update={"routing_replay": is_moe})})
 
-    asked = prompt_ids(config, file=prompts, vocab_size=shape.vocab_size)
+    questions = asked(config, file=prompts, vocab_size=shape.vocab_size)
     plain = [variant for variant in chosen if variant is not Variant.FP8]
     samples: dict[str | None, list[Sample]] = {}
     if plain:
-        samples[None] = await sample(config, asked, num_samples=num_samples)
+        samples[None] = await sample(config, questions, num_samples=num_samples)
     if Variant.FP8 in chosen:
-        samples["fp8"] = await sample(config, asked, num_samples=num_samples, quantization="fp8")
+        samples["fp8"] = await sample(config, questions, num_samples=num_samples, quantization="fp8")
 
     rows = []
     with trainer(config, is_moe=is_moe) as scorer:
@@ -60,7 +60,8 @@ async def main(
         "model": model,
         "engine": engine,
         "dtype": config.actor.dtype,
-        "num_prompts": len(asked),
+        "num_prompts": len(questions),
+        "num_images": sum(len(question.images) for question in questions),
         "num_samples": num_samples,
         "rows": rows,
         "is_within": all(found["is_within"] for found in rows),

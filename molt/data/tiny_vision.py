@@ -1,6 +1,6 @@
-"""A tiny world with images, made offline: a SmolVLM-shaped model (Idefics3) with a processor of its own, and pictures to count shapes in.
+"""A tiny world with images, made offline: models of SmolVLM's (Idefics3) and LLaVA's shape with their processors, and pictures to count in.
 
-An image becomes `num_tiles` tiles of IMAGE_SIZE pixels and their overview, each of IMAGE_TOKENS tokens, between markers:
+For SmolVLM an image becomes `num_tiles` tiles of IMAGE_SIZE pixels and their overview, each of IMAGE_TOKENS tokens, between markers:
 
     <fake_token_around_image><row_1_col_1><image>*4 ... newline <fake_token_around_image><global-img><image>*4<fake_token_around_image>
 """
@@ -19,6 +19,11 @@ PATCH_SIZE = 8
 SCALE_FACTOR = 2
 IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE // SCALE_FACTOR) ** 2
 """Tokens of a tile: 4."""
+VISION = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": IMAGE_SIZE,
+    "patch_size": PATCH_SIZE,
+}  # fmt: skip
+"""Sizes of the towers."""
 MARKERS = (IMAGE, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 MOST_TILES = 3
 """Rows and columns of tiles that have markers."""
@@ -57,38 +62,14 @@ def make_vision_model(
 
     spread: standard deviation of its weights; a larger one lets its pictures weigh on what it says.
     """
-    import torch
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     folder.mkdir(parents=True, exist_ok=True)
     processor = make_processor(folder, num_tiles=num_tiles)
     end = SPECIAL.index(END)
     config = Idefics3Config(
-        text_config={
-            "model_type": "llama",
-            "vocab_size": len(processor.tokenizer),
-            "hidden_size": hidden_size,
-            "intermediate_size": 4 * hidden_size,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 4096,
-            "pad_token_id": 0,
-            "bos_token_id": None,
-            "eos_token_id": end,
-            "tie_word_embeddings": False,
-            "initializer_range": spread,
-        },
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": IMAGE_SIZE,
-            "patch_size": PATCH_SIZE,
-            "initializer_range": spread,
-        },
+        text_config=text_config(len(processor.tokenizer), hidden_size=hidden_size, num_layers=num_layers, spread=spread),
+        vision_config={**VISION, "initializer_range": spread},
         scale_factor=SCALE_FACTOR,
         image_token_id=processor.image_token_id,
         pad_token_id=0,
@@ -96,14 +77,59 @@ def make_vision_model(
         tie_word_embeddings=False,
         initializer_range=spread,
     )
+    save_model(Idefics3ForConditionalGeneration, config, folder, seed=seed)
+
+
+def text_config(vocab_size: int, *, hidden_size: int, num_layers: int, spread: float) -> dict[str, Any]:
+    """The language model of both shapes: a Llama."""
+    return {
+        "model_type": "llama", "vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": SPECIAL.index(END),
+        "tie_word_embeddings": False, "initializer_range": spread,
+    }  # fmt: skip
+
+
+def save_model(kind: Any, config: Any, folder: Path, *, seed: int) -> None:
+    """Write a model with random weights that depend on the seed alone."""
+    import torch
+
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     try:
-        model = Idefics3ForConditionalGeneration(config)
+        model = kind(config)
     finally:
         torch.set_rng_state(state)
-    model.generation_config.eos_token_id = end
+    model.generation_config.eos_token_id = SPECIAL.index(END)
     model.save_pretrained(str(folder))
+
+
+def make_llava_model(folder: Path, *, seed: int = 0, spread: float = 0.02) -> None:
+    """Write a freshly initialised model of LLaVA's shape: an image is 16 tokens without markers, each a patch of a CLIP tower."""
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    tokenizer.add_tokens([AddedToken(IMAGE, special=True, normalized=False)], special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    images = CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+    strategy = "default"
+    processor = LlavaProcessor(
+        image_processor=images, tokenizer=tokenizer, patch_size=PATCH_SIZE, vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=1, chat_template=TEMPLATE,
+    )  # fmt: skip
+    processor.save_pretrained(str(folder))
+    end = SPECIAL.index(END)
+    text = text_config(len(tokenizer), hidden_size=64, num_layers=2, spread=spread)
+    vision = {"model_type": "clip_vision_model", **VISION, "num_hidden_layers": 3, "projection_dim": 64, "initializer_range": spread}
+    config = LlavaConfig(
+        text_config=text, vision_config=vision, image_token_id=processor.image_token_id, vision_feature_layer=-2,
+        vision_feature_select_strategy=strategy, tie_word_embeddings=False, initializer_range=spread, pad_token_id=0, eos_token_id=end,
+    )  # fmt: skip
+    save_model(LlavaForConditionalGeneration, config, folder, seed=seed)
 
 
 COLOURS = ("red", "green", "blue", "orange", "purple", "black")

@@ -26,7 +26,7 @@ from molt.learn.packing import Packed, RowImages
 from molt.learn.routes import Routes
 from molt.learn.tensor_parallel import local_head
 from molt.model_shape import IMAGE_FAMILIES, takes_images
-from molt.rollout.vision import blank_tensors, eyes, features_per_tile, has_eyes, image_features, model_class
+from molt.rollout.vision import blank_tensors, eyes, features_per_tile, has_eyes, image_features, language_model, model_class
 
 
 class TokenScorer(nn.Module):
@@ -303,7 +303,7 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     how often a rank runs its vision tower depends on the images that it has, so no unit of it may be gathered by itself."""
     lm: Any = getattr(model, "lm", model)
     if has_eyes(lm):
-        return decoder_blocks(lm.model.text_model)
+        return decoder_blocks(language_model(lm))
     stacks = [list(m.values()) for m in model.modules() if isinstance(m, nn.ModuleDict) and _is_stack(list(m.values()))]
     stacks += [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and _is_stack(list(m))]
     sizes = [sum(p.numel() for block in blocks for p in block.parameters()) for blocks in stacks]

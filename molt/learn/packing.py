@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from molt.data.processor import named_tensors
+from molt.data.processor import PlacedImage, named_tensors
 from molt.errors import LineageError
 from molt.learn.routes import pack_routes
 
@@ -28,6 +28,21 @@ class RowImages:
     """What the processor made of each: (tiles, ...) by name."""
     digests: tuple[tuple[str, ...], ...]
     """Names of the payloads of each."""
+
+    @classmethod
+    def of(cls, placed: Sequence[PlacedImage], num_tokens: int) -> RowImages | None:
+        """The images that stand in a row of that length; None for none."""
+        if not placed:
+            return None
+        is_feature = np.zeros(num_tokens, bool)
+        for item in placed:
+            is_feature[item.position : item.end] = item.expansion.is_feature
+        return cls(
+            is_feature=is_feature,
+            counts=tuple(int(item.expansion.is_feature.sum()) for item in placed),
+            tensors=tuple(item.expansion.tensors() for item in placed),
+            digests=tuple(tuple(part.payload_digest for part in item.expansion.parts) for item in placed),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

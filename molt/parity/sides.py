@@ -15,12 +15,14 @@ import numpy as np
 
 from molt import environ
 from molt.config import Config
+from molt.data.processor import PlacedImage
 from molt.errors import LineageError
 from molt.learn.alone import alone
 from molt.learn.model import load_model
-from molt.learn.packing import pack
+from molt.learn.packing import RowImages, pack
 from molt.learn.policy import Policy
 from molt.learn.routes import RouteCounts, Routes, add_counts
+from molt.parity.prompts import Asked
 from molt.rollout.engine import Sampling
 from molt.rollout.spec import engine_specs, make_engine
 
@@ -36,6 +38,7 @@ class Sample:
     """(N,) float32: as the engine says."""
     routes: np.ndarray | None
     """(P + N - 1, L, K) int16 by absolute position."""
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def is_sampled(self) -> np.ndarray:
@@ -53,7 +56,7 @@ class Scored:
     """Of each layer with experts; empty for a dense model."""
 
 
-async def sample(config: Config, prompts: Sequence[Sequence[int]], *, num_samples: int, quantization: str | None = None) -> list[Sample]:
+async def sample(config: Config, prompts: Sequence[Asked], *, num_samples: int, quantization: str | None = None) -> list[Sample]:
     """Every prompt num_samples times, with fixed seeds. The engine runs in this process and is gone afterwards."""
     spec = engine_specs(config)[0]
     if quantization is not None:
@@ -65,16 +68,22 @@ async def sample(config: Config, prompts: Sequence[Sequence[int]], *, num_sample
     places = asyncio.Semaphore(config.rollout.max_concurrency)
 
     async def call(number: int) -> Sample:
-        ids = prompts[number // num_samples]
+        prompt = prompts[number // num_samples]
+        shown = [placed.expansion.image for placed in prompt.images]
         sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature, seed=number)
         async with places:
             async with asyncio.timeout(spec.request_timeout_s):
-                found = await engine.generate(f"parity-{number}", ids, sampling)
+                found = await engine.generate(f"parity-{number}", prompt.sent, sampling, shown)
+        if found.prompt_ids is not None and not np.array_equal(found.prompt_ids, prompt.token_ids):
+            raise LineageError(
+                f"call {number}: the engine consumed {len(found.prompt_ids)} prompt ids, not the {len(prompt.token_ids)} meant"
+            )
         return Sample(
-            token_ids=np.concatenate([np.asarray(ids, np.int32), found.token_ids]),
-            num_prompt=len(ids),
+            token_ids=np.concatenate([prompt.token_ids, found.token_ids]),
+            num_prompt=len(prompt.token_ids),
             logprobs=found.logprobs,
             routes=found.routed_experts,
+            images=prompt.images,
         )
 
     try:
@@ -109,6 +118,7 @@ class Trainer:
                 [item.is_sampled for item in batch],
                 [temperature] * len(batch),
                 None if self._routes is None else [item.routes for item in batch],
+                [RowImages.of(item.images, len(item.token_ids)) for item in batch],
             )
             parts.append(self._policy.score(packed)[0].float().cpu().numpy())
             if self._routes is not None:

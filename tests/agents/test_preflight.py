@@ -56,7 +56,7 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
 def test_pictures_are_for_models_that_take_them(world: dict[str, str], tmp_path: Path) -> None:
     prompts = str(make_pictures(tmp_path / "shapes", num_prompts=3))
     with pytest.raises(
-        SettingError, match=r"3 prompts hold images \(the first is prompt 0\), .*\(model_type unknown; supported: idefics3\)"
+        SettingError, match=r"3 prompts hold images \(the first is prompt 0\), .*\(model_type unknown; supported: idefics3, llava\)"
     ):
         preflight(config(world | {"prompts": prompts}))
     (Path(world["model"]) / "config.json").write_text('{"model_type": "qwen2_vl"}')

@@ -18,7 +18,7 @@ from molt.agents.segments import SegmentDraft
 from molt.config import ActorSettings, FsdpSettings
 from molt.data.images import Image
 from molt.data.processor import ImageProcessor, PlacedImage, named_tensors
-from molt.data.tiny_vision import make_vision_model
+from molt.data.tiny_vision import make_llava_model, make_vision_model
 from molt.errors import LineageError
 from molt.learn.journal import read_images, read_rows, row_images
 from molt.learn.model import TokenValuer, load_model
@@ -49,6 +49,14 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LLaVA."""
+    folder = tmp_path_factory.mktemp("llava")
+    make_llava_model(folder, spread=0.2)
+    return folder
+
+
 def noise(seed: int) -> Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 40, 3)).astype(np.uint8)
     return Image.of(PIL.Image.fromarray(pixels))
@@ -66,15 +74,6 @@ def make_image_rows(folder: Path, *, version: int = 0) -> tuple[list[Row], list[
         sampled = generator.integers(10, 200, SAMPLED).astype(np.int32)
         length = len(prompt) + SAMPLED
         is_sampled = np.arange(length) >= len(prompt)
-        is_feature = np.zeros(length, bool)
-        for item in placed:
-            is_feature[item.position : item.end] = item.expansion.is_feature
-        images = RowImages(
-            is_feature=is_feature,
-            counts=tuple(int(item.expansion.is_feature.sum()) for item in placed),
-            tensors=tuple(item.expansion.tensors() for item in placed),
-            digests=tuple(tuple(part.payload_digest for part in item.expansion.parts) for item in placed),
-        )
         rows.append(
             Row(
                 segment_id=f"e0-p{number // 2}/{number % 2}/1/0",
@@ -84,7 +83,7 @@ def make_image_rows(folder: Path, *, version: int = 0) -> tuple[list[Row], list[
                 behaviour_logprobs=np.where(is_sampled, -5.6, np.nan).astype(np.float32),
                 policy_versions=np.where(is_sampled, version, -1).astype(np.int32),
                 temperature=1.0,
-                images=images if placed else None,
+                images=RowImages.of(placed, length),
             )
         )
         places.append(placed)
@@ -111,17 +110,20 @@ def test_features_stand_where_the_images_of_each_row_are(seeing: Path) -> None:
     assert packed.source_F is not None and packed.source_F.tolist() == [*range(60), *range(20)]
 
 
-def test_packed_rows_with_images_score_as_the_plain_model_alone(seeing: Path) -> None:
+@pytest.mark.parametrize("kind", ["seeing", "llava"])
+def test_packed_rows_with_images_score_as_the_plain_model_alone(request: pytest.FixtureRequest, kind: str) -> None:
     from transformers import AutoModelForImageTextToText
 
-    rows, _ = make_image_rows(seeing)
-    scorer = load_model(str(seeing), ActorSettings(), FsdpSettings())
+    folder: Path = request.getfixturevalue(kind)
+    rows, _ = make_image_rows(folder)
+    scorer = load_model(str(folder), ActorSettings(), FsdpSettings())
     found, entropy = scorer(packed_of(rows), True)
-    plain = AutoModelForImageTextToText.from_pretrained(seeing, dtype=torch.float32)
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    has_prompt_axis = vision.FAMILIES[plain.config.model_type].has_prompt_axis
     expected, entropies = [], []
     for row in rows:
         tensors = named_tensors(row.images.tensors) if row.images is not None else {}
-        given = {name: torch.tensor(tensor[None]) for name, tensor in tensors.items()}
+        given = {name: torch.tensor(tensor[None] if has_prompt_axis else tensor) for name, tensor in tensors.items()}
         logits = plain(input_ids=torch.tensor(row.token_ids[None].astype(np.int64)), **given).logits[0]
         logp = torch.log_softmax(logits.double(), -1)[-SAMPLED - 1 : -1]
         expected.append(logp[np.arange(SAMPLED), row.token_ids[-SAMPLED:]])
@@ -173,18 +175,20 @@ def test_recomputed_activations_give_the_same_gradient(seeing: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_step_with_images_trains_and_sends_every_tensor_of_the_checkpoint(seeing: Path) -> None:
-    rows, _ = make_image_rows(seeing)
-    config = make_config(seeing, train={"micro_batch_tokens": 256}, data={"max_len": 256})
+@pytest.mark.parametrize("kind", ["seeing", "llava"])
+def test_step_with_images_trains_and_sends_every_tensor_of_the_checkpoint(request: pytest.FixtureRequest, kind: str) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    rows, _ = make_image_rows(folder)
+    config = make_config(folder, train={"micro_batch_tokens": 256}, data={"max_len": 256})
     worker = make_rank(config, rows)
     before = sent_tensors(worker.policy)
     result = worker.train(make_plan(rows, micro_batch_tokens=256))
     assert result.refused is None and result.grad_norm > 0
     after = sent_tensors(worker.policy)
-    assert {name: tuple(tensor.shape) for name, tensor in after.items()} == tensor_shapes(str(seeing))
+    assert {name: tuple(tensor.shape) for name, tensor in after.items()} == tensor_shapes(str(folder))
     moved = {name for name in after if not torch.equal(before[name], after[name])}
-    assert moved and not any("vision_model" in name or "connector" in name for name in moved)
-    assert any("text_model" in name for name in moved) and "lm_head.weight" in moved
+    assert moved and not any("vision" in name or "connector" in name or "projector" in name for name in moved)
+    assert any("layers.1.mlp" in name for name in moved) and any("lm_head" in name for name in moved)
 
 
 def test_row_whose_images_do_not_fit_its_tokens_is_refused(seeing: Path, model: Path) -> None:

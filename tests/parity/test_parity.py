@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from molt.cli.app import run
+from molt.data.tiny_vision import make_pictures, make_vision_model
 from molt.errors import SettingError
 from molt.parity.measure import measure_gap
 from molt.parity.sides import Sample, batches
@@ -111,3 +112,14 @@ def test_fp8_on_this_machine_is_refused_before_anything_starts(model: Path, caps
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = parity(tmp_path, capsys)
     assert code == 2 and "config.json cannot be read" in found["error"]
+
+
+def test_pictures_are_among_the_prompts_of_a_model_that_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_vision_model(tmp_path / "model", num_tiles=2, spread=0.1)
+    code, found = parity(tmp_path / "model", capsys, "--data.max_len", "160")
+    (row,) = found["rows"]
+    # 16 texts and pictures of four sizes, two of them shown with another one; a tile more or less leaves room or does not
+    assert code == 0 and found["num_prompts"] == 20 and found["num_images"] == 6 and row["mean"] < 1e-5
+    prompts = make_pictures(tmp_path / "shapes", num_prompts=3)
+    code, found = parity(tmp_path / "model", capsys, "--data.max_len", "160", "--prompts", str(prompts))
+    assert code == 0 and (found["num_prompts"], found["num_images"]) == (3, 3)

@@ -225,7 +225,7 @@ def test_settings_that_contradict_or_do_nothing_are_refused(flags: list[str], te
         (["--data.images_key", "pictures"], "qwen3", "data.images_key=pictures does nothing"),
         (["--fsdp.num_ranks", "2", "--fsdp.tp_size", "2"], "idefics3", "fsdp.tp_size=2 cannot spread a model that takes images"),
         (["--fsdp.num_ranks", "2", "--fsdp.cp_size", "2"], "idefics3", "fsdp.cp_size=2 cannot spread a model that takes images"),
-        (["--actor.implementation", "automodel"], "idefics3", "actor.implementation=automodel does not load models that take images"),
+        (["--actor.implementation", "automodel"], "llava", "actor.implementation=automodel does not load models that take images"),
     ],
 )
 def test_settings_of_images_fit_the_model(tmp_path: Path, flags: list[str], kind: str, text: str) -> None:

@@ -44,9 +44,19 @@ def tiny_vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def processor(tiny_vision: Path) -> ImageProcessor:
-    """The processor of tiny_vision."""
-    processor = ImageProcessor.load(tiny_vision)
+def tiny_llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LLaVA: a CLIP tower of three layers, the last of which is not looked at."""
+    from molt.data.tiny_vision import make_llava_model
+
+    folder = tmp_path_factory.mktemp("tiny-llava")
+    make_llava_model(folder, spread=0.2)
+    return folder
+
+
+@pytest.fixture
+def processor(request: pytest.FixtureRequest) -> ImageProcessor:
+    """The processor of the model that the test's class names."""
+    processor = ImageProcessor.load(request.getfixturevalue(request.cls.model))
     assert processor is not None
     return processor
 

@@ -14,6 +14,7 @@ from molt.data.images import Image
 from molt.data.processor import ImageProcessor, named_tensors
 from molt.errors import EngineError
 from molt.rollout.engine import Generation
+from molt.rollout.vision import FAMILIES
 from molt.rollout.weights import write_weights
 from tests.rollout.engine_contract import LIMIT_S, TOLERANCE, Bench, sampling, wait_for_tokens
 
@@ -25,7 +26,7 @@ def noise(seed: int, size: tuple[int, int] = (40, 24)) -> Image:
 
 
 class ImageContract:
-    """Inherit, serve `tiny_vision`, and give a class-scoped fixture `bench`."""
+    """Inherit, name a model that takes images, and give a class-scoped fixture `bench`."""
 
     async def ask(self, bench: Bench, ids: list[int], images: list[Image], **changes: object) -> Generation:
         bench.num_requests += 1
@@ -37,9 +38,11 @@ class ImageContract:
         """Log-probs of sampled ids by transformers' own forward pass. A sampled placeholder would be taken for an image there."""
         whole, placed = processor.expand(np.array(ids, np.int32), images)
         tensors = named_tensors(image.expansion.tensors() for image in placed)
+        has_prompt_axis = FAMILIES[bench.model.config.model_type].has_prompt_axis
         shown = np.where(token_ids == processor.placeholder_id, 0, token_ids)
         given = torch.tensor(np.concatenate([whole, shown])[None].astype(np.int64))
-        logits = bench.model(input_ids=given, **{name: torch.tensor(value[None]) for name, value in tensors.items()}).logits[0].float()
+        shown_as = {name: torch.tensor(value[None] if has_prompt_axis else value) for name, value in tensors.items()}
+        logits = bench.model(input_ids=given, **shown_as).logits[0].float()
         logp = torch.log_softmax(logits[len(whole) - 1 : -1], -1)
         return logp.gather(1, torch.tensor(token_ids).long()[:, None])[:, 0].numpy()
 

@@ -46,6 +46,11 @@ class TestEmbeddedVision(ImageContract):
 
 
 @pytest.mark.asyncio(loop_scope="class")
+class TestEmbeddedLlava(ImageContract):
+    model = "tiny_llava"
+
+
+@pytest.mark.asyncio(loop_scope="class")
 class TestEmbeddedMoe(EngineContract):
     model = "tiny_moe"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,13 @@ class TestVllmVision(ImageContract):
         await bench.engine.resume()
         bench.version += 1
         assert report.caches == ("kv",)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM imports torchvision for LLaVA")
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmLlava(ImageContract):
+    model = "tiny_llava"
+    options = {"max_images": 4, "is_vision_frozen": False}
 
 
 @pytest.mark.asyncio(loop_scope="class")

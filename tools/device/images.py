@@ -1,7 +1,7 @@
 """Images on the card: a random model of SmolVLM-256M's shape through vLLM, log and trainer, its tower frozen and learning.
 
-Of each run: the distance between engine and trainer per token, tokens of images, which caches refits dropped, the audit, and a replay from
-the log with the pictures gone.
+Parity on texts and pictures; of each run the distance between engine and trainer per token, tokens of images, which caches refits dropped,
+the audit, and a replay from the log with the pictures gone.
 
 python -m tools.device.images --limit-s 300 [--rehearse] [--card 0]
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.device.automodel import last_json
 from tools.device.parts import ROOT, Child, Parts, flags, molt, parser
 from tools.device.readings import gaps, refits_of, root_of, steps_of
 from tools.device.world import make_smollm2
@@ -99,7 +100,14 @@ def main() -> int:
         finally:
             shutil.move(gone, pictures)
 
+    def parity(facts: dict[str, Any]) -> None:
+        own = common(held["world"], engine, small=small)
+        child = Child(molt("parity", *flags(own), "--samples", "4", "--json"), log=parts.logs / "images-parity.log", env=env)
+        facts["exit_code"] = child.wait(parts.left_s - 20)
+        facts["report"] = last_json(child)
+
     if parts.run("world", world):
+        parts.run("parity", parity, needs_s=60)
         for kind in arguments.runs:
             if parts.run(f"run_{kind}", lambda facts, kind=kind: run(kind, facts), needs_s=30):
                 parts.run(f"audit_{kind}", lambda facts, kind=kind: verb("audit", kind, facts), needs_s=10)
@@ -108,38 +116,45 @@ def main() -> int:
     return int(any("error" in facts for facts in parts.facts.values()))
 
 
-def settings(world: Pictures, run_dir: Path, engine: str, *, is_frozen: bool, small: bool) -> dict[str, Any]:
-    """Two looks at a picture, strictly on-policy, so that every token is scored by the weights that sampled it."""
+def common(world: Pictures, engine: str, *, small: bool) -> dict[str, Any]:
+    """Settings of engine and model."""
     own: dict[str, Any] = {
-        "run.dir": run_dir.parent,
-        "run.name": run_dir.name,
         "actor.model_name_or_path": world.model,
         "actor.dtype": "float32" if small else "bfloat16",
-        "actor.learning_rate": 1e-4,
-        "actor.gradient_checkpointing": True,
-        "data.prompt_dataset": world.shapes / "prompts.jsonl",
         "data.max_len": 320 if small else 1280,
         "data.max_images": 2,
-        "train.agent_path": ROOT / "examples" / "count_shapes_agent.py",
-        "train.num_steps": 2 if small else 4,
-        "train.batch_size": 8 if small else 64,
         "train.micro_batch_tokens": 640 if small else 16384,
-        "train.async_queue_size": 0,
-        "train.deterministic": not small,
-        "rollout.batch_size": 2 if small else 8,
-        "rollout.n_samples_per_prompt": 4 if small else 8,
         "rollout.max_new_tokens": 8 if small else 32,
-        "algo.advantage.estimator": "reinforce",
-        "algo.loss.entropy_coef": 0.01,  # random weights earn nothing: what moves them is the entropy
         "vllm.engine": engine,
         "placement.trainer": "colocated",
     }
-    if not is_frozen:
-        own["actor.freeze_vision"] = False
     if engine == "vllm":
         own |= {"vllm.kv_cache_space_gib": 1 if small else 4, "vllm.enforce_eager": True}
     if not small:
         own |= {"vllm.gpu_memory_utilization": 0.1}
+    return own
+
+
+def settings(world: Pictures, run_dir: Path, engine: str, *, is_frozen: bool, small: bool) -> dict[str, Any]:
+    """Two looks at a picture, strictly on-policy, so that every token is scored by the weights that sampled it."""
+    own = common(world, engine, small=small) | {
+        "run.dir": run_dir.parent,
+        "run.name": run_dir.name,
+        "actor.learning_rate": 1e-4,
+        "actor.gradient_checkpointing": True,
+        "data.prompt_dataset": world.shapes / "prompts.jsonl",
+        "train.agent_path": ROOT / "examples" / "count_shapes_agent.py",
+        "train.num_steps": 2 if small else 4,
+        "train.batch_size": 8 if small else 64,
+        "train.async_queue_size": 0,
+        "train.deterministic": not small,
+        "rollout.batch_size": 2 if small else 8,
+        "rollout.n_samples_per_prompt": 4 if small else 8,
+        "algo.advantage.estimator": "reinforce",
+        "algo.loss.entropy_coef": 0.01,  # random weights earn nothing: what moves them is the entropy
+    }
+    if not is_frozen:
+        own["actor.freeze_vision"] = False
     return own
 
 
