@@ -67,7 +67,7 @@ def fit(config: Config, cluster: Cluster, shape: ModelShape, parameters: Paramet
     host = host_bill(config, parameters, ranks_per_host=min(cluster.gpus_per_host, config.fsdp.num_ranks))
     free = _free(config, cluster, layout, trainer, engine, host)
     findings += _memory_findings(config, free, trainer, engine, host, cluster)
-    if loads_whole(config) and (loading := loading_gib(config, parameters) + CONTEXT_GIB) > cluster.gpu_gib:
+    if loads_whole(config, parameters) and (loading := loading_gib(config, parameters) + CONTEXT_GIB) > cluster.gpu_gib:
         findings.append(
             f"trainer: AutoModel reads the whole model in float32 before it is sharded, {loading:.1f} GiB on {cluster.gpu_gib:g} GiB; "
             "set actor.implementation=hf, which reads shards alone"

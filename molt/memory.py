@@ -18,7 +18,7 @@ from molt.config import Config
 from molt.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from molt.learn.meta import Parameters
+    from molt.learn.meta import Eyes, Parameters
 
 GIB = float(1 << 30)
 CONTEXT_GIB = 1.5
@@ -29,6 +29,8 @@ ENGINE_WORK_GIB = 2.0
 """Assumed: activations of an engine's largest batch and its captured graphs."""
 REFIT_GIB = 4.0
 """Assumed: two buffers of 1 GiB that a broadcast packs, and what is gathered ahead of them."""
+TILES_AT_ONCE = 32
+"""Of molt.rollout.vision."""
 CHUNK_BYTES, CHUNK_FLOATS, KEPT_FLOATS = 1 << 30, 1 << 27, 1 << 28
 """Of molt.learn.fused_head, and of molt.learn.logprob on a GPU."""
 
@@ -66,10 +68,13 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
     if actor.gradient_checkpointing:
         kept = per_layer + shape.num_layers * tokens * shape.hidden_size * width
     on_host = fsdp.offload == "full"
-    moments = 0.0 if on_host else 8 * local * copies
+    eyes = parameters.eyes
+    seeing = 0 if eyes is None else eyes.parameters
+    learning = local * copies * (1 - seeing / parameters.total if actor.freeze_vision else 1)
+    moments = 0.0 if on_host else 8 * learning
     needs = [
         Need(what="weights", gib=(0 if on_host else 4 * local * copies) / GIB, why=f"float32, {local / 1e9:.3g} x 10^9 on this rank"),
-        Need(what="gradient", gib=(0 if on_host else 4 * local * copies) / GIB, why="float32, sharded like the weights"),
+        Need(what="gradient", gib=(0 if on_host else 4 * learning) / GIB, why="float32, sharded like the weights"),
         Need(
             what="moments",
             gib=moments / GIB,
@@ -77,8 +82,8 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
         ),
         Need(
             what="whole layers",
-            gib=(width * (2 * layer + root) + (width + 4) * layer) / GIB,
-            why="two layers and the embeddings, one gradient",
+            gib=(width * (2 * layer + root + seeing) + (width + 4) * layer) / GIB,
+            why="two layers and the embeddings, one gradient" + (", and the vision tower" if seeing else ""),
         ),
         Need(
             what="activations", gib=kept / GIB, why=f"{tokens:.0f} tokens, {'checkpointed' if actor.gradient_checkpointing else 'all kept'}"
@@ -86,6 +91,8 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
         Need(what="head", gib=head_bytes(config, shape, tokens) / GIB, why="log-probs of the vocabulary, and the head's gradient"),
         Need(what="context", gib=CONTEXT_GIB, why="assumed"),
     ]
+    if eyes is not None:
+        needs.append(image_need(config, eyes, shape))
     if config.algo.kl.coef > 0 and config.reference.placement == "colocated" and not config.reference.offload:
         needs.append(Need(what="reference", gib=4 * local / GIB, why="frozen, float32, sharded like the policy"))
     if config.vllm.weight_transfer == "ipc":
@@ -101,14 +108,35 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
     return Bill(needs=(*needs, Need(what="fragments", gib=spare, why="assumed")))
 
 
+def image_need(config: Config, eyes: Eyes, shape: ModelShape) -> Need:
+    """Pixels, features and activations of a micro-batch that is all images, no two of them alike.
+
+    A frozen tower holds what one layer makes of a few tiles: input, norm, attention and its output, feed-forward before and after its
+    activation. One that learns keeps this of all tiles for its backward pass, or under checkpointing the inputs of its layers.
+    """
+    actor = config.actor
+    width = 2 if actor.dtype == "bfloat16" else 4
+    tiles = config.train.micro_batch_tokens / eyes.features
+    fixed = tiles * (4 * eyes.pixels + width * eyes.features * shape.hidden_size)
+    of_a_layer = eyes.patches * width * (8 * eyes.hidden_size + 2 * eyes.intermediate_size)
+    if actor.freeze_vision:
+        moving, why = min(tiles, TILES_AT_ONCE) * of_a_layer, f"the tower looks at {TILES_AT_ONCE} together"
+    elif actor.gradient_checkpointing:
+        inputs = tiles * eyes.patches * eyes.num_layers * eyes.hidden_size * width
+        moving, why = min(tiles, TILES_AT_ONCE) * of_a_layer + inputs, "the tower learns, checkpointed"
+    else:
+        moving, why = tiles * eyes.num_layers * of_a_layer, "the tower learns, all kept"
+    return Need(what="images", gib=(fixed + moving) / GIB, why=f"{tiles:.0f} tiles in a micro-batch; {why}")
+
+
 def loading_gib(config: Config, parameters: Parameters) -> float:
     """Float32 weights on a trainer's GPU while they are read: its shards, or the whole model where AutoModel alone shards nothing."""
-    return 4 * (parameters.total if loads_whole(config) else local_parameters(config, parameters)) / GIB
+    return 4 * (parameters.total if loads_whole(config, parameters) else local_parameters(config, parameters)) / GIB
 
 
-def loads_whole(config: Config) -> bool:
+def loads_whole(config: Config, parameters: Parameters) -> bool:
     """Whether each rank reads the whole model before it is sharded."""
-    return config.actor.implementation != "hf" and config.fsdp.tp_size == 1 and config.fsdp.ep_size == 1
+    return parameters.eyes is None and config.actor.implementation != "hf" and config.fsdp.tp_size == 1 and config.fsdp.ep_size == 1
 
 
 def local_parameters(config: Config, parameters: Parameters) -> float:

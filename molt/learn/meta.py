@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from molt.errors import SettingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eyes:
+    """Vision tower and connector of a model that takes images."""
+
+    parameters: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    pixels: int
+    """Numbers of a tile: three for each of its pixels."""
+    patches: int
+    """Of a tile."""
+    features: int
+    """Tokens of a tile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +41,7 @@ class Parameters:
     """Experts of that layer."""
     uncut: int
     """What tensor parallelism leaves whole: norms, routers, biases."""
+    eyes: Eyes | None = None
 
 
 def count_parameters(folder: str | Path) -> Parameters:
@@ -58,4 +76,23 @@ def count_parameters(folder: str | Path) -> Parameters:
         layer=layer,
         layer_experts=layer_experts,
         uncut=uncut,
+        eyes=_eyes(lm),
+    )
+
+
+def _eyes(lm: Any) -> Eyes | None:
+    """Sizes of what sees; None for a model that takes no images."""
+    from molt.rollout.vision import eyes, features_per_tile, has_eyes
+
+    if not has_eyes(lm):
+        return None
+    vision = lm.config.vision_config
+    return Eyes(
+        parameters=sum(p.numel() for module in eyes(lm) for p in module.parameters()),
+        num_layers=vision.num_hidden_layers,
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.intermediate_size,
+        pixels=3 * vision.image_size**2,
+        patches=(vision.image_size // vision.patch_size) ** 2,
+        features=features_per_tile(lm),
     )

@@ -9,15 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from molt import places
+from molt import memory, places
 from molt.cli import app
 from molt.config import Config
 from molt.fit import Cluster, Fit, fit
 from molt.learn import fused_head, logprob
 from molt.learn.meta import Parameters, count_parameters
 from molt.learn.model import load_model
-from molt.memory import CHUNK_BYTES, CHUNK_FLOATS, GIB, KEPT_FLOATS, head_bytes, host_bill, kept_per_token, loading_gib, local_parameters
+from molt.memory import (
+    CHUNK_BYTES,
+    CHUNK_FLOATS,
+    GIB,
+    KEPT_FLOATS,
+    head_bytes,
+    host_bill,
+    image_need,
+    kept_per_token,
+    loading_gib,
+    local_parameters,
+)
 from molt.model_shape import ModelShape
+from molt.rollout import vision
 from tests.learn.tiny import make_model, make_moe
 from tools.device.images import SMOLVLM_256M
 
@@ -137,6 +149,22 @@ def test_tower_and_connector_count_as_parameters(tmp_path: Path) -> None:
     # Published: 256,484,928. Text 30 layers of 3,540,096, embedding and head of 49280 x 576; tower 86.4M; connector 16 x 768 x 576.
     assert found.total == 256_484_928 and found.embedding == found.head == 49280 * 576
     assert found.layer == 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576
+
+
+def test_images_are_billed_by_what_the_tower_does(tmp_path: Path) -> None:
+    folder = write(tmp_path / "smolvlm", SMOLVLM_256M)
+    eyes, shape = count_parameters(folder).eyes, ModelShape.read(folder)
+    assert eyes is not None and (eyes.patches, eyes.features, eyes.pixels) == (1024, 64, 3 * 512 * 512)
+    # 1280 tokens are at most 20 tiles; float32: 20 x (3 MiB of pixels + 64 x 576 x 4), a layer 20 x 1024 x 4 x (8 x 768 + 2 x 3072)
+    fixed, layer = 20 * (4 * 3 * 512 * 512 + 4 * 64 * 576), 20 * 1024 * 4 * (8 * 768 + 2 * 3072)
+    for actor, moving in (
+        ({}, layer),
+        ({"freeze_vision": False}, 12 * layer),
+        ({"freeze_vision": False, "gradient_checkpointing": True}, layer + 20 * 1024 * 12 * 768 * 4),
+    ):
+        config = settings(actor=actor, train={"micro_batch_tokens": 1280}, data={"max_len": 1024})
+        assert image_need(config, eyes, shape).gib == pytest.approx((fixed + moving) / GIB)
+    assert memory.TILES_AT_ONCE == vision.TILES_AT_ONCE
 
 
 def test_shares_of_the_weights_by_layout() -> None:
