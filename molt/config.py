@@ -129,7 +129,7 @@ class VllmSettings(Room):
     """auto: the actor's."""
     max_num_seqs: int = Field(256, gt=0)
     seed_calls: bool = False
-    """vLLM draws for each call by a seed of its own, whatever runs beside it; on a GPU that takes a kernel per running call and token."""
+    """Each call draws by a seed of its own, whatever runs beside it; else all draw from one generator of the engine."""
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

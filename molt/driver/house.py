@@ -127,15 +127,6 @@ async def alongside(background: Coroutine[Any, Any, None]) -> AsyncIterator[None
         raise first_cause(group) from group
 
 
-async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
-    """What they return, in order; they begin in that order. The first error is raised once all have ended."""
-    ended = await asyncio.gather(*coroutines, return_exceptions=True)
-    for outcome in ended:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return [outcome for outcome in ended if not isinstance(outcome, BaseException)]
-
-
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error in a group that is no cancellation."""
     for error in group.exceptions:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -59,8 +59,8 @@ class Leader:
         """The newest step on its way into the log."""
         self._announced: set[str] = set()
         """Groups whose rows the ranks were told to read."""
-        self._told: list[asyncio.Task[Ack]] = []
-        """Facts on their way into the log, in order."""
+        self._told: list[asyncio.Task[Any]] = []
+        """Facts on their way into the log, in order, and work that ends in further ones."""
         self.log_s = 0.0
         """Seconds that the trainer stood still for the log since the newest step was recorded."""
         self.saved_step: int | None = None
@@ -68,14 +68,13 @@ class Leader:
         self.last_failure = "no failure"
         """What the newest failed rollout said."""
         self._dropped_in_row: list[GroupVerdict] = []
-        self._refused_in_row = 0
-        self.num_recorded = 0
-        """Steps trained or refused by this attempt."""
+        self._refused_in_row = self.num_recorded = 0
+        """Steps refused since the newest that was trained, and all that this attempt trained or refused."""
         self.policy_version = 0
         self.is_draining = False
         """Set to dispatch nothing more."""
         self.is_stopped = False
-        """The run was stopped by hand before its last step."""
+        """By hand, before the last step."""
         self.inbox = Inbox(
             rule=AdmissionRule(
                 max_lag=config.max_lag,
@@ -88,12 +87,11 @@ class Leader:
         self.num_positions = config.train.num_epochs * len(prompts) if config.train.num_steps is None else None
         """Places in the order of prompts that may be dispatched; None is without end."""
         self._segments = self.reader.tail("segments", [*SEGMENT_COLUMNS, "purpose"], after=-1)
-        self._changed = asyncio.Event()
-        self._wake = asyncio.Event()
+        self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self.evaluated: list[FinishedGroup] = []
         """Finished groups of an evaluation, for whoever waits for them."""
         self.num_groups_to_train = None if config.train.num_steps is None else config.train.num_steps * config.groups_per_step
-        """Groups that all steps together need; None is as many as there are prompts."""
+        """Groups that all steps need; None is as many as there are prompts."""
 
     @property
     def lsn_end(self) -> int:
@@ -327,13 +325,23 @@ class Leader:
         self._told.append(sending)
         return sending
 
+    def follow(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let work go on that tells facts when it is done: settled() waits for it, and for them."""
+        self._told.append(asyncio.create_task(work))
+
     async def settled(self) -> None:
         """Return once everything told is in the log; the first error that kept something out is raised."""
-        told, self._told = self._told, []
-        if told:
+        while told := self._told:
+            self._told = []
             await asyncio.wait(told)  # a message is neither cancelled with its waiter nor left alone after the first that failed
-        for sending in told:
-            sending.result()
+            for sending in told:
+                sending.result()
+
+    async def hold(self) -> None:
+        """settled(), its seconds counted as those of the log: something stands still for it."""
+        began = time.monotonic()
+        await self.settled()
+        self.log_s += time.monotonic() - began
 
     def record(self, plan: StepPlan, result: StepResult, *, wait_s: float) -> None:
         """Tell what a step did: step_trained and its consumption in one message, or step_refused. The cursor goes with it."""

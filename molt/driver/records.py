@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
 
 from molt.admission.plan import StepPlan
-from molt.driver.house import House, together
+from molt.driver.house import House
 from molt.driver.leader import Leader
 from molt.driver.refit import publish
 from molt.errors import LogError, MoltError
@@ -33,33 +32,24 @@ async def record_step(
     """Write down what a step did while its weights are made ready as a version: the plan is there first, then scores and gate
     decisions, then the step.
 
-    version: None where the engines get no new weights. Returns where the weights are; no engine has seen them yet.
+    version: None where the engines get no new weights. Returns where the weights are; they may travel while the log still takes the
+    step, and leader.settled() says when they may be sampled with.
     """
-    began = time.monotonic()
-    await leader.settled()
-    result = replace(result, log_s=result.log_s + leader.log_s + time.monotonic() - began)
+    await leader.hold()
+    result = replace(result, log_s=result.log_s + leader.log_s)
+    leader.log_s = 0.0
     leader.announce(plan.step + 1, plan.policy_version if version is None else version, num_ranks=len(plan.micro_batches))
     house.ranks.release()
 
-    async def write() -> tuple[float, None]:
+    async def write() -> None:
         await house.ranks.settle()
         leader.record(plan, result, wait_s=wait_s)
-        if version is not None:
-            await leader.settled()
-        return time.monotonic(), None
 
-    async def make_ready(version: int) -> tuple[float, WeightSource]:
-        source = await publish(house, version)
-        return time.monotonic(), source
-
-    ready_at = time.monotonic()
-    if version is None:
-        written_at, source = await write()
-    else:
-        # The ranks are asked for weights first, so that they make them while the log takes the step.
-        (ready_at, source), (written_at, _) = await together(make_ready(version), write())
-    leader.log_s = max(0.0, written_at - ready_at)
-    return source
+    leader.follow(write())
+    if version is not None:
+        return await publish(house, version)
+    await leader.hold()
+    return None
 
 
 async def save_checkpoint(house: House, leader: Leader, *, step: int, policy_version: int, is_final: bool = False) -> None:

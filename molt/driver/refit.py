@@ -39,10 +39,15 @@ async def refit_newcomers(house: House, leader: Leader, *, step: int) -> None:
 
 
 async def _take(house: House, leader: Leader, source: WeightSource, *, step: int, only: Sequence[str] | None = None) -> None:
-    await leader.settled()  # what made the weights is in the log before anyone samples with them
     for tried in range(1, NUM_TRIES + 1):
         try:
-            times = await house.pool.refit(source, step=step, send=house.ranks.sender(source), only=only)
+            times = await house.pool.refit(
+                source,
+                step=step,
+                send=house.ranks.sender(source),
+                only=only,
+                allowed=leader.hold,  # what made the weights is in the log before anyone samples with them
+            )
             break
         except RefitError:
             if tried == NUM_TRIES:

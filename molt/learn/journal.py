@@ -7,7 +7,9 @@ replay   read -> train -> compare with what is there, bit for bit; the first dif
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,6 +43,35 @@ IMAGE = SOURCES.index(TokenSource.IMAGE)
 """Code of the source of image tokens."""
 COMPARED = ("trainer_logprobs", "reference_logprobs", "teacher_logprobs", "values", "advantages", "gate_weights")
 """Score columns that replay compares."""
+
+
+class Outgoing:
+    """What the newest step writes: encoded, held back until its plan is in the log, then on its way. settle may be called by any thread."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._held: Future[Write] | None = None
+        self._writing: Future[None] | None = None
+        self._lock = threading.Lock()
+
+    def hold(self, encoding: Future[Write] | None) -> None:
+        """Keep what is being encoded; None where nothing is to be written."""
+        self._held = encoding
+
+    def release(self) -> None:
+        """Begin to write it."""
+        with self._lock:
+            held, self._held = self._held, None
+            if held is not None:
+                self._writing = self.pool.submit(lambda: held.result()())
+
+    def settle(self) -> None:
+        """Return once it is in the log; the error that kept it out is raised here."""
+        self.release()
+        with self._lock:
+            writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 class Journal(Protocol):

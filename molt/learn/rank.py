@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from molt.config import Config
 from molt.errors import LineageError, NonFiniteError
 from molt.learn import exchange, tally
 from molt.learn.beside import Beside, is_distilled, needs_critic, needs_frozen
-from molt.learn.journal import Journal, Write
+from molt.learn.journal import Journal, Outgoing, Write
 from molt.learn.policy import Policy, Update
 from molt.learn.result import RecordedStep, Refusal, RefusalReason, StepResult
 from molt.learn.routes import Routes
@@ -56,11 +56,7 @@ class PolicyRank:
         """In force; the adaptive controller moves it after each step."""
         self.routes: Routes | None = Routes.install(policy.scorer.lm) if config.train.routing_replay else None
         policy.scorer.routes = self.routes
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._ready: Future[Write] | None = None
-        """Scores and gate decisions of the newest step, encoded and held back."""
-        self._writing: Future[None] | None = None
-        """The same, on their way into the log."""
+        self._outgoing = Outgoing()
 
     def train(
         self, plan: StepPlan, recorded: RecordedStep | None = None, frozen: FrozenColumns | None = None, *, waits_for_log: bool = True
@@ -81,7 +77,7 @@ class PolicyRank:
             step.whole = self._whole_batch(step)
         except NonFiniteError as error:  # the same on every rank: the inputs are
             return tally.refused(plan, _non_finite(error), train_s=time.monotonic() - begun, log_s=log_s)
-        row_digests = self._pool.submit(self._row_digests, step)
+        row_digests = self._outgoing.pool.submit(self._row_digests, step)
         refusal = self._pass(step)
         total = tally.total(exchange.gather(step.sums, self.group_size))
         if refusal is None and total.n_kept == 0:
@@ -89,7 +85,7 @@ class PolicyRank:
                 reason=RefusalReason.NOTHING_KEPT, error=f"no trainable token of {plan.n_sampled} sampled is left after the gate"
             )
         digests = self._digests(step, row_digests.result())
-        self._ready = self._write(step, refusal)
+        self._outgoing.hold(self._write(step, refusal))
         if waits_for_log:
             self.release()
         update = None
@@ -122,16 +118,11 @@ class PolicyRank:
 
     def release(self) -> None:
         """Begin to write scores and gate decisions of the newest step: its plan is in the log."""
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            self._writing = self._pool.submit(lambda: ready.result()())
+        self._outgoing.release()
 
     def settle(self) -> None:
         """Return once everything that was written about the newest step is in the log; the error that kept it out is raised here."""
-        self.release()
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        self._outgoing.settle()
 
     def read(self, segment_ids: list[str]) -> list[Row]:
         """Rows of the log in the order asked."""
@@ -386,7 +377,7 @@ class PolicyRank:
         """Encode scores and gates (or compare them with the log) while the update runs; the first rank of each data shard does."""
         if not self.is_first or (refusal is not None and refusal.reason is RefusalReason.LINEAGE):
             return None
-        return self._pool.submit(self.journal.scores, step, self.rank)
+        return self._outgoing.pool.submit(self.journal.scores, step, self.rank)
 
     def _weights_digest(self, plan: StepPlan) -> str | None:
         """Digest of the weights after the step, where it is due."""

@@ -26,6 +26,8 @@ from molt.rollout.weights import SHARED_MEMORY, remove_weights, weights_folder
 STOP_TIMEOUT_S = 10.0
 CAUSE_TIMEOUT_S = 5.0
 CHECKPOINTS = "checkpoints"
+LOG_GROUP = "log"
+"""Threads of a rank's process that wait for the log."""
 
 
 class RankGroup:
@@ -77,7 +79,7 @@ class RankGroup:
         environment: dict[str, Any] = {}
         if gpus and config.train.deterministic:
             environment = {"env_vars": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}
-        remote = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, runtime_env=environment)
+        remote = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, runtime_env=environment, concurrency_groups={LOG_GROUP: 1})
         specs = [
             RankSpec(
                 rank=rank,
@@ -137,8 +139,8 @@ class RankGroup:
             actor.release.remote()
 
     async def settle(self) -> None:
-        """Return once scores and gate decisions of the newest step are in the log."""
-        await self._ask("settle")
+        """Return once scores and gate decisions of the newest step are in the log, whatever else the ranks do meanwhile."""
+        await self._ask("settle", group=LOG_GROUP)
 
     async def evaluate(self, plan: StepPlan) -> float:
         """Mean negative log-prob over the targets of a plan, for a supervised group."""
@@ -222,12 +224,14 @@ class RankGroup:
         place = (await self._wait("listen", [asyncio.ensure_future(_result(actors[0].listen.remote(is_local)))]))[0]
         return await self._wait("join", [asyncio.ensure_future(_result(actor.join.remote(place))) for actor in actors])
 
-    async def _ask(self, method: str, *args: Any, own: list[Any] | None = None) -> list[Any]:
-        """The answers of all ranks; own: one further argument for each. The first failure, or the limit, ends the group and is raised."""
+    async def _ask(self, method: str, *args: Any, own: list[Any] | None = None, group: str | None = None) -> list[Any]:
+        """The answers of all ranks; own: one further argument for each. group: threads that run it beside the rank's other calls.
+        The first failure, or the limit, ends the group and is raised."""
         if not self._actors:
             raise StalledError(f"trainer group of run {self.run} is stopped; {method} was not asked")
         further = [()] * len(self._actors) if own is None else [(item,) for item in own]
-        calls = [getattr(actor, method).remote(*args, *more) for actor, more in zip(self._actors, further, strict=True)]
+        options = {} if group is None else {"concurrency_group": group}
+        calls = [getattr(actor, method).options(**options).remote(*args, *more) for actor, more in zip(self._actors, further, strict=True)]
         return await self._wait(method, [asyncio.ensure_future(_result(call)) for call in calls])
 
     async def _wait(self, method: str, tasks: list[asyncio.Future[Any]]) -> list[Any]:

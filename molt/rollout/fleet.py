@@ -168,16 +168,22 @@ class Fleet:
         return {name: berth.handle for name, berth in self.berths.items() if berth.death is None}
 
     async def refit(
-        self, source: WeightSource, *, pause_mode: str, send: Send | None = None, only: Sequence[str] | None = None
+        self,
+        source: WeightSource,
+        *,
+        pause_mode: str,
+        send: Send | None = None,
+        only: Sequence[str] | None = None,
+        allowed: Callable[[], Awaitable[None]] | None = None,
     ) -> RefitTimes:
         """Give engines new weights. RefitError when no engine took them; then the old version serves on.
 
-        send: what the trainer does while engines receive (a broadcast); None when the weights lie ready.
-        only: these engines, in place of all.
+        send: what the trainer does while engines receive (a broadcast); None when the weights lie ready. only: these engines, in
+        place of all. allowed: awaited between their arrival and the first token that they sample; what it raises leaves engines paused.
         """
         await self.alive()
         async with self._one_refit:
-            return await self._refit(source, pause_mode, send, only)
+            return await self._refit(source, pause_mode, send, only, allowed)
 
     def _reached(self, source: WeightSource, only: Sequence[str] | None) -> dict[str, EngineHandle]:
         """The engines that a refit asks. RefitError for a broadcast that cannot reach all of its engines: it would never end."""
@@ -187,7 +193,14 @@ class Fleet:
         wanted = source.reaches if source.reaches is not None else alive if only is None else only
         return {name: handle for name, handle in alive.items() if name in wanted}
 
-    async def _refit(self, source: WeightSource, pause_mode: str, send: Send | None, only: Sequence[str] | None) -> RefitTimes:
+    async def _refit(
+        self,
+        source: WeightSource,
+        pause_mode: str,
+        send: Send | None,
+        only: Sequence[str] | None,
+        allowed: Callable[[], Awaitable[None]] | None,
+    ) -> RefitTimes:
         alive = self._reached(source, only)
         begin = time.perf_counter()
         counts, unpaused = await self._each(alive, lambda handle: handle.pause(pause_mode))
@@ -199,6 +212,8 @@ class Fleet:
             await self._each(held, lambda handle: handle.resume())
             raise
         loaded = time.perf_counter()
+        if allowed is not None:
+            await allowed()
         good = {name: report for name, report in reports.items() if report.policy_version == source.policy_version}
         liars = {name: RefitError(f"reports version {reports[name].policy_version}") for name in reports if name not in good}
         failed = {**unpaused, **refused, **liars}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +165,23 @@ class RolloutPool:
         """Engines that came in place of others and wait for weights."""
         return self._fleet.newcomers
 
-    async def refit(self, source: WeightSource, *, step: int, send: Send | None = None, only: Sequence[str] | None = None) -> RefitTimes:
+    async def refit(
+        self,
+        source: WeightSource,
+        *,
+        step: int,
+        send: Send | None = None,
+        only: Sequence[str] | None = None,
+        allowed: Callable[[], Awaitable[None]] | None = None,
+    ) -> RefitTimes:
         """Give all engines (or only some) new weights, in the middle of calls when train.partial_rollout_enable is set.
 
-        send: what the trainer does while engines receive, for transport nccl. RefitError when no engine took them: refit_failed
-        is in the log and the old version serves on.
+        send: what the trainer does while engines receive, for transport nccl. allowed: returns when the new weights may be sampled
+        with; engines hold them until then. RefitError when no engine took them: refit_failed is in the log and the old version serves on.
         """
         mode = "keep" if self._config.train.partial_rollout_enable else "wait"
         try:
-            times = await self._fleet.refit(source, pause_mode=mode, send=send, only=only)
+            times = await self._fleet.refit(source, pause_mode=mode, send=send, only=only, allowed=allowed)
         except RefitError as error:
             await self._tell_refit_failed(source, step, {"all": str(error)})
             raise

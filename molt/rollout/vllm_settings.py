@@ -29,6 +29,11 @@ def vllm_options(config: Config, *, is_cuda: bool | None = None) -> dict[str, An
     is_cuda = has_cuda() if is_cuda is None else is_cuda
     if not is_cuda and settings.sleep_level:
         raise SettingError(f"vllm.sleep_level={settings.sleep_level} frees GPU memory and there is no GPU; set it to 0")
+    if not is_cuda and settings.seed_calls and settings.enable_chunked_prefill:
+        raise SettingError(
+            "vllm.seed_calls=true ends an engine on the CPU when it prefills a prompt in chunks (a generator there cannot be set back); "
+            "set it to false, or vllm.enable_chunked_prefill=false"
+        )
     if not is_cuda and settings.weight_transfer != "file":
         raise SettingError(f"vllm.weight_transfer={settings.weight_transfer} goes from GPU to GPU and there is no GPU; set it to file")
     return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from molt.errors import EngineError, RefitError
+from molt.errors import EngineError, LogError, RefitError
 from molt.rollout.engine import EngineInfo, RefitReport, WeightSource
 from molt.rollout.engine_actor import EngineHealth
 from molt.rollout.fleet import MAX_REPLACEMENTS, Fleet
@@ -123,6 +123,31 @@ async def test_a_good_refit_pauses_loads_and_resumes_every_engine() -> None:
     times = await fleet.refit(source(1), pause_mode="wait")
     assert [engine.log for engine in harbour.engines.values()] == [["start", "pause wait", "refit", "resume"]] * 2
     assert fleet.policy_version == 1 and times.num_in_flight == 4 and times.size_bytes == 10 and not times.failed
+
+
+async def test_new_weights_are_sampled_with_only_once_that_is_allowed() -> None:
+    harbour = Harbour()
+    fleet = await started(2, harbour)
+    seen: list[list[str]] = []
+
+    async def allowed() -> None:
+        seen.extend(list(engine.log) for engine in harbour.engines.values())
+
+    await fleet.refit(source(1), pause_mode="wait", allowed=allowed)
+    assert seen == [["start", "pause wait", "refit"]] * 2
+    assert [engine.log[-1] for engine in harbour.engines.values()] == ["resume", "resume"]
+
+
+async def test_weights_that_are_never_allowed_leave_engines_paused_and_the_old_version_in_force() -> None:
+    harbour = Harbour()
+    fleet = await started(1, harbour)
+
+    async def allowed() -> None:
+        raise LogError("the log takes nothing")
+
+    with pytest.raises(LogError, match="the log takes nothing"):
+        await fleet.refit(source(1), pause_mode="keep", allowed=allowed)
+    assert harbour.engines["e0"].log == ["start", "pause keep", "refit"] and fleet.policy_version == 0
 
 
 async def test_when_all_refuse_the_old_version_serves_on() -> None:

@@ -47,7 +47,13 @@ def test_engines_of_a_run_draw_other_numbers_and_the_same_ones_again() -> None:
 def test_a_call_has_a_generator_of_its_own_only_where_that_is_asked(is_seeded: bool) -> None:
     call = Call(request_id="a", vllm_id="a", prompt_ids=[1], sampling=Sampling(max_new_tokens=3, seed=11))
     assert sampling_params(call, 100, is_delta=False, is_seeded=is_seeded).seed == (11 if is_seeded else None)
-    assert vllm_options(config(vllm={"seed_calls": is_seeded}), is_cuda=False)["seeds_calls"] is is_seeded
+    assert vllm_options(config(vllm={"seed_calls": is_seeded}), is_cuda=True)["seeds_calls"] is is_seeded
+
+
+def test_seeded_calls_on_the_cpu_need_whole_prefills() -> None:
+    with pytest.raises(SettingError, match=r"vllm\.seed_calls=true ends an engine on the CPU"):
+        vllm_options(config(vllm={"seed_calls": True}), is_cuda=False)
+    assert vllm_options(config(vllm={"seed_calls": True, "enable_chunked_prefill": False}), is_cuda=False)["seeds_calls"] is True
 
 
 def test_engines_without_a_model_are_refused() -> None:

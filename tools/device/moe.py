@@ -185,7 +185,7 @@ class Moe:
             self._start(name)
         child = self.children[name]
         limit_s = 90.0 if self.parts.left_s > 120 else self.parts.left_s - 15
-        facts["exit_code"] = child.wait(min(limit_s + (60 if name in ("routes", "parity") else 0), self.parts.left_s - 10))
+        facts["exit_code"] = child.wait(min(limit_s + (60 if name in ("routes", "parity", "dense") else 0), self.parts.left_s - 10))
         for later, earlier in SECOND.items():
             if earlier == name and later in self.arguments.only and later not in self.children:
                 self._start(later)

@@ -1,6 +1,6 @@
 """What the loop costs beside its parts: rollouts beside vLLM alone, training beside a bare FSDP2 loop, async beside sync, the log's share.
 
-python -m tools.device.overlap --limit-s 300 [--rehearse] [--tokens 256] [--ipc]
+python -m tools.device.overlap --limit-s 300 [--rehearse] [--tokens 512] [--ipc]
 
     card 0   bare engine: start ... alone |          trainer:  async  sync  steps | bare loop
     card 1   Molt's engine: start .......... pool            async  sync           |
@@ -37,7 +37,7 @@ PHASES = ("pause_s", "transfer_s", "verify_s", "resume_s")
 def main() -> int:
     """All parts; 0 when none failed."""
     made = parser(__doc__)
-    made.add_argument("--tokens", type=int, default=256, help="length of each answer")
+    made.add_argument("--tokens", type=int, default=512, help="length of each answer")
     made.add_argument("--async-steps", type=int, default=8, help="steps that count")
     made.add_argument("--sync-steps", type=int, default=3, help="steps that count")
     made.add_argument("--cards", type=int, default=None, help="GPUs to use; what there is when absent")
@@ -120,17 +120,17 @@ class Overlap:
             "data.max_len": 160 if small else self.arguments.tokens + 128,
             "train.agent_path": ROOT / "tools" / "device" / "even_agent.py",
             "train.num_steps": 1000,
-            "train.batch_size": 8 if small else 256,
+            "train.batch_size": 8 if small else 128,
             "train.micro_batch_tokens": 512 if small else 16384,
             "train.weights_digest_interval": 0,
             "train.async_queue_size": 2,
             "train.partial_rollout_enable": True,
-            "rollout.batch_size": 2 if small else 32,
+            "rollout.batch_size": 2 if small else 16,
             "rollout.n_samples_per_prompt": 4 if small else 8,
             "rollout.max_new_tokens": 24 if small else self.arguments.tokens,
             "rollout.num_workers": 1 if small else 4,
-            # Beyond what the engine runs at once: a rollout keeps its place until the log has it.
-            "rollout.max_concurrency": 16 if small else 96,
+            # Beyond what the engine runs at once, all that may be dispatched: a rollout keeps its place until the log has it.
+            "rollout.max_concurrency": 16 if small else 192,
             "algo.advantage.estimator": "grpo",
             "algo.advantage.is_correction_level": "token",
             "algo.advantage.is_correction_mode": "trunc",
@@ -210,9 +210,10 @@ class Overlap:
     async def pool(self, facts: dict[str, Any]) -> None:
         """The same calls through workers, agent and log, while nothing trains."""
         await self._roll_out(min(4, len(self.pool_prompts)), "warm")
-        began = time.monotonic()
+        began, wall = time.monotonic(), time.time()
         n_sampled = await self._roll_out(len(self.pool_prompts), "pool")
         facts |= {"tokens_per_s": n_sampled / (time.monotonic() - began), "n_sampled": n_sampled}
+        facts["ended_s"] = ended_since(self.run_dir, wall)
 
     async def _roll_out(self, num_groups: int, name: str) -> int:
         """Groups at once; tokens sampled when all are in the log."""
@@ -248,6 +249,8 @@ class Overlap:
         from molt.driver.house import alongside
 
         house, leader, first = self.house, self.leader, len(self.ends)
+        parts = ((house.ranks, "train"), (house.ranks, "publish_weights"), (house.pool, "refit"))
+        phases = {name: _timed(part, name) for part, name in parts}
         async with alongside(leader.feed()):
             for _ in range(num_warm + num_steps):
                 began = time.monotonic()
@@ -261,6 +264,7 @@ class Overlap:
                 self.ends.append(time.time())
         await leader.settled()
         facts |= self._figures(first + num_warm)
+        facts["phases_s"] = {name: sum(taken[num_warm:]) / num_steps for name, taken in phases.items()}
 
     def _figures(self, first: int) -> dict[str, Any]:
         """Of the steps from `first` on: seconds from one step's end to the next, and tokens in that time."""
@@ -331,6 +335,31 @@ def sampled_between(run_dir: Path, begin: float, end: float) -> int:
 
     where = f"purpose = 'train' and finished_at > {begin} and finished_at <= {end}"
     return int(sum(LogReader.open(run_dir).cut().table("segments", ["n_sampled"], where=where)["n_sampled"].to_pylist()))
+
+
+def ended_since(run_dir: Path, begin: float) -> dict[str, float]:
+    """When the episodes of the pool ended, seconds since it began: of shares of them. Waves of equal answers show as steps."""
+    from molt.log.reader import LogReader
+
+    rows = LogReader.open(run_dir).cut().table("segments", ["finished_at"], where=f"purpose = 'eval' and started_at >= {begin}")
+    ends = sorted(time_ - begin for time_ in rows["finished_at"].to_pylist())
+    shares = (0.0, 0.1, 0.3, 0.35, 0.6, 0.65, 0.7, 0.9, 1.0)
+    return {f"{share:g}": round(ends[min(len(ends) - 1, int(share * len(ends)))], 3) for share in shares} if ends else {}
+
+
+def _timed(part: Any, name: str) -> list[float]:
+    """Seconds of each call of a method from now on."""
+    inner, taken = getattr(type(part), name), []
+
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return await inner(part, *args, **kwargs)
+        finally:
+            taken.append(time.monotonic() - began)
+
+    setattr(part, name, call)
+    return taken
 
 
 async def _nothing() -> None:
