@@ -71,7 +71,7 @@ def _last_line(child: Child, limit_s: float) -> dict[str, Any]:
 
 
 async def engine_alone(folder: Path) -> dict[str, Any]:
-    """Tokens per second of vLLM (or of the embedded engine in a rehearsal) given all calls at once; of vLLM with a seed for each too."""
+    """Tokens per second of vLLM (or of the embedded engine in a rehearsal) given all calls at once."""
     from molt.config import Config
     from molt.rollout.spec import engine_specs
 
@@ -89,14 +89,12 @@ async def engine_alone(folder: Path) -> dict[str, Any]:
             if time.monotonic() - began > GO_LIMIT_S:
                 raise TimeoutError(f"no word to begin came within {GO_LIMIT_S:g} s")
             await asyncio.sleep(0.05)
-        found = {}
-        for name in ("bare", "seeded") if spec.kind == "vllm" else ("bare",):
-            begun = time.perf_counter()
-            counts = await asyncio.gather(*(generate(f"{name}-{i}", *call) for i, call in enumerate(calls)))
-            found[name] = sum(counts) / (time.perf_counter() - begun)
+        begun = time.perf_counter()
+        counts = await asyncio.gather(*(generate(f"bare-{i}", *call) for i, call in enumerate(calls)))
+        seconds = time.perf_counter() - begun
     finally:
         await stop()
-    return {"tokens_per_s": found["bare"], "tokens_per_s_seeded": found.get("seeded"), "n_sampled": sum(counts), "num_calls": len(calls)}
+    return {"tokens_per_s": sum(counts) / seconds, "n_sampled": sum(counts), "num_calls": len(calls)}
 
 
 async def _vllm(spec: Any) -> tuple[Any, Any]:
@@ -116,7 +114,6 @@ async def _vllm(spec: Any) -> tuple[Any, Any]:
         params = SamplingParams(
             max_tokens=count,
             temperature=1.0,
-            seed=hash(name) & 0x7FFFFFFF if name.startswith("seeded") else None,
             ignore_eos=True,
             logprobs=0,
             detokenize=False,

@@ -26,8 +26,9 @@ class World:
     max_new_tokens: int
 
 
-def make_world(work: Path, *, is_rehearsal: bool, task: str = "sums") -> World:
-    """Make what is not there yet. task: sums, or the name of a file of prompts that came with the kit."""
+def make_world(work: Path, *, is_rehearsal: bool, task: str = "sums", tokenizer: Path | None = None) -> World:
+    """Make what is not there yet. task: sums, or the name of a file of prompts that came with the kit. tokenizer: a folder in place of
+    SmolLM2's, for programs that need no more of it."""
     agent = ROOT / "examples" / "few_shot_sum_agent.py"
     prompts = work / "prompts.jsonl"
     if is_rehearsal:
@@ -40,7 +41,7 @@ def make_world(work: Path, *, is_rehearsal: bool, task: str = "sums") -> World:
     if task != "sums":
         return World(model=make_smollm2(work), prompts=find_prompts(task), agent=agent, max_len=256, max_new_tokens=48)
     make_sums(prompts, text="What is {a} + {b}? Answer with the number only.", num_prompts=4096)
-    return World(model=make_smollm2(work), prompts=prompts, agent=agent, max_len=256, max_new_tokens=48)
+    return World(model=tokenizer or make_smollm2(work), prompts=prompts, agent=agent, max_len=256, max_new_tokens=48)
 
 
 def find_prompts(task: str) -> Path:
