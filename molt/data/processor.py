@@ -23,7 +23,8 @@ from molt.model_shape import IMAGE_FAMILIES, model_type
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 KEPT = 64
-"""Images whose expansion is remembered: the members of a group and the turns of a rollout share theirs."""
+KEPT_BYTES = 256 << 20
+"""Images, and bytes of them, whose expansion is remembered: the members of a group and the turns of a rollout share theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +133,12 @@ class ImageProcessor:
             with self._one:
                 found = self._expansion(image)
                 self._seen[image.digest] = found
-                while len(self._seen) > KEPT:
+                while len(self._seen) > KEPT or (len(self._seen) > 1 and self._num_bytes() > KEPT_BYTES):
                     del self._seen[next(iter(self._seen))]
         return found
+
+    def _num_bytes(self) -> int:
+        return sum(part.payload.size_bytes for item in self._seen.values() for part in item.parts)
 
     def _expansion(self, image: Image) -> Expansion:
         # An expansion begins and ends with special tokens, so its ids do not depend on the text around it.

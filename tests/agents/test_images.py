@@ -141,6 +141,17 @@ def test_image_becomes_markers_and_features(processor: ImageProcessor, seeing: C
     assert np.unique(expansion.tensors()["pixel_values"][0, :, 4, 4]).tolist() == [-1.0, 1.0]
 
 
+def test_as_many_images_are_remembered_as_fit(processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = [picture(colour) for colour in ("red", "green", "blue")]
+    size = sum(part.payload.size_bytes for part in processor.expansion(pictures[0]).parts)
+    monkeypatch.setattr("molt.data.processor.KEPT_BYTES", int(2.5 * size))
+    fresh = ImageProcessor(processor.inner, name="model")
+    for shown in pictures:
+        fresh.expansion(shown)
+    assert [fresh.knows(shown) for shown in pictures] == [False, True, True]
+    assert np.array_equal(fresh.expansion(pictures[0]).token_ids, processor.expansion(pictures[0]).token_ids)
+
+
 def test_tiles_are_kept_in_order(tmp_path: Path) -> None:
     processor = ImageProcessor.load(model_folder(tmp_path, num_tiles=2))
     assert processor is not None
