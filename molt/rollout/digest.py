@@ -64,10 +64,11 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     pieces = data[:whole].view(torch.int32).view(-1, PIECE_WORDS)
     parts = [_sums_of(pieces[start : start + _CHUNK_PIECES]) for start in range(0, len(pieces), _CHUNK_PIECES)]
     if whole < data.numel():
-        rest = data.new_zeros(-(-(data.numel() - whole) // 4) * 4)
-        rest[: data.numel() - whole] = data[whole:]
-        parts.append(_sums_of(rest.view(torch.int32).view(1, -1)))
-    return torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64, device=tensor.device)
+        rest = data[whole:]
+        parts.append(_sums_of(torch.nn.functional.pad(rest, (0, -rest.numel() % 4)).view(torch.int32).view(1, -1)))
+    if not parts:
+        return torch.zeros(0, 2, dtype=torch.int64, device=tensor.device)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _sums_of(words: torch.Tensor) -> torch.Tensor:
