@@ -1,4 +1,5 @@
-"""What a model call costs beside its tokens: an engine that answers at once, through its Ray actor, and whole rollouts of one worker.
+"""What a model call costs beside its tokens: an engine that answers at once, through its Ray actor; whole rollouts of one worker; and of
+a pool as the driver has it, each process apart.
 
     python tools/bench/calls.py [--calls 2000] [--tokens 384] [--prompt 64]
 
@@ -19,14 +20,18 @@ from typing import Any
 
 import numpy as np
 
+from molt.config import Config
 from molt.data.images import Image
 from molt.data.prompts import PromptSet
 from molt.data.tiny import make_model, make_prompts
 from molt.driver.house import ray_session
+from molt.log.actor import RaySink, start_log_actor, stop_log_actor
 from molt.log.writer import LogWriter
 from molt.places import folder
-from molt.rollout.engine import FinishReason, Generation, Sampling
+from molt.rollout.engine import EngineInfo, FinishReason, Generation, Sampling
 from molt.rollout.engine_actor import EngineActor, EngineHandle
+from molt.rollout.fleet import Fleet
+from molt.rollout.pool import RolloutPool
 from molt.rollout.spec import EngineSpec
 from molt.rollout.tasks import GroupTask, RolloutDone, RolloutTask
 from molt.rollout.worker import RolloutWorker
@@ -102,16 +107,8 @@ async def through_worker(num_rollouts: int, num_tokens: int, world: Path) -> dic
     """Rollouts per second of one worker: agent, template, capture, encoding and a durable log in the same process."""
     make_model(world / "model")
     make_prompts(world / "prompts.jsonl", num_prompts=64)
-    own = {
-        "actor.model_name_or_path": world / "model",
-        "data.prompt_dataset": world / "prompts.jsonl",
-        "data.max_len": num_tokens + 128,
-        "train.agent_path": folder("examples") / "calculator_agent.py",
-        "rollout.max_new_tokens": num_tokens,
-        "vllm.engine": "embedded",
-    }
-    config = resolve([], tuple(f"--{name}={value}" for name, value in own.items()))
-    prompts, engine, free = PromptSet.load(str(own["data.prompt_dataset"]), config.data), AtOnce(), asyncio.Semaphore(IN_FLIGHT)
+    config = _config(world, num_tokens, IN_FLIGHT)
+    prompts, engine, free = PromptSet.load(str(world / "prompts.jsonl"), config.data), AtOnce(), asyncio.Semaphore(IN_FLIGHT)
     with LogWriter.open(world / "run", run="bench", attempt=1, store="durable") as writer:
         worker = RolloutWorker("worker", config, sink=writer)
         await worker.start()
@@ -134,6 +131,59 @@ async def through_worker(num_rollouts: int, num_tokens: int, world: Path) -> dic
     return {"rollouts_per_s": round(num_rollouts / seconds), "cpu_ms_with_log": round(1000 * cpu_s / num_rollouts, 3)}
 
 
+def _config(world: Path, num_tokens: int, num_places: int) -> Config:
+    own = {
+        "actor.model_name_or_path": world / "model",
+        "data.prompt_dataset": world / "prompts.jsonl",
+        "data.max_len": num_tokens + 128,
+        "train.agent_path": folder("examples") / "calculator_agent.py",
+        "rollout.max_new_tokens": num_tokens,
+        "rollout.num_workers": 1,
+        "rollout.max_concurrency": num_places,
+        "vllm.engine": "embedded",
+    }
+    return resolve([], tuple(f"--{name}={value}" for name, value in own.items()))
+
+
+async def through_pool(num_rollouts: int, num_tokens: int, world: Path) -> dict[str, float]:
+    """Rollouts per second of a pool with one worker and a log actor, all sent at once, and what each costs the driver."""
+    import ray
+
+    config = _config(world, num_tokens, num_rollouts)
+    prompts = PromptSet.load(str(world / "prompts.jsonl"), config.data)
+    spec = EngineSpec(name="at-once", kind="embedded", model_path="none", dtype="float32", max_len=1 << 20)
+
+    class Ready(EngineHandle):
+        """Needs no start."""
+
+        async def start(self) -> EngineInfo:
+            return EngineInfo(name=self.name, kind="at-once", policy_version=0, max_len=1, vocab_size=1, weights_digest="none")
+
+    def launch(spec: EngineSpec) -> EngineHandle:
+        return Ready(ray.remote(AtOnceActor).options(num_cpus=0, max_concurrency=10_000).remote(spec), spec)
+
+    log = start_log_actor(world / "pool", run="bench", attempt=1, store="process")
+    pool = RolloutPool(config, sink=RaySink(log), fleet=Fleet([spec], launch))
+    try:
+        await pool.start()
+        for name, count in (("warm", IN_FLIGHT), ("all", num_rollouts)):
+            cpu_s, begun = time.process_time(), time.perf_counter()
+            tasks = [
+                GroupTask(
+                    group_id=f"{name}-p{number}", epoch=0, order_index=number, prompt=prompts[number % 64], group_size=GROUP_SIZE,
+                    members=tuple(range(GROUP_SIZE)),
+                )
+                for number in range(count // GROUP_SIZE)
+            ]  # fmt: skip
+            await pool.dispatch(*tasks)
+            done = sum([len(group.done) async for group in pool.results(600.0)])
+            seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
+    finally:
+        await pool.stop()
+        stop_log_actor(log)
+    return {"rollouts_per_s": round(done / seconds), "driver_cpu_ms": round(1000 * cpu_s / done, 3)}
+
+
 def main() -> int:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -146,6 +196,7 @@ def main() -> int:
         figures: dict[str, Any] = {
             "actor": asyncio.run(through_actor(given.calls, given.prompt, given.tokens)),
             "worker": asyncio.run(through_worker(given.calls, given.tokens, Path(world))),
+            "pool": asyncio.run(through_pool(given.calls, given.tokens, Path(world))),
             "command": " ".join(sys.argv),
         }
     print(json.dumps(figures, indent=1))
