@@ -109,6 +109,35 @@ print(sorted(moved))
     assert done.stdout.splitlines()[-1] == "['connector', 'text_model', 'vision_model', 'weight']"
 
 
+def test_policy_learns_what_only_the_picture_tells(seeing: World) -> None:
+    """Half of the pictures are red, half blue, and the question is always the same: without eyes one answer in two is right."""
+    folder = seeing.path / "colours"
+    made = """
+import json, sys
+from pathlib import Path
+import PIL.Image
+from molt.data.tiny_vision import make_vision_model
+folder = Path(sys.argv[1])
+make_vision_model(folder / "model", num_tiles=1, spread=0.1)
+rows = []
+for number in range(32):
+    shade = 100 + 5 * number
+    PIL.Image.new("RGB", (32, 32), (shade, 20, 20) if number % 2 else (20, 20, shade)).save(folder / f"{number}.png")
+    content = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "?"}]
+    rows.append({"messages": [{"role": "user", "content": content}], "label": str(number % 2)})
+(folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+    subprocess.run([sys.executable, "-c", made, str(folder)], env=environment(), check=True, timeout=LIMIT_S, capture_output=True)
+    off = {"algo__advantage__is_correction_level": "off", "algo__advantage__is_correction_mode": "mask", "train__async_queue_size": 0}
+    own = {"actor__model_name_or_path": folder / "model", "actor__learning_rate": 3e-3, "data__prompt_dataset": folder / "prompts.jsonl"}
+    sizes = {"data__max_len": 64, "train__micro_batch_tokens": 1024, "train__batch_size": 64, "rollout__batch_size": 8}
+    sizes |= {"rollout__n_samples_per_prompt": 8, "rollout__max_new_tokens": 1, "train__num_steps": 30, "train__num_epochs": 8}
+    agent = {"train__agent_path": AGENT.with_name("colour_agent.py")}
+    seeing.train("colours", **off, **own, **sizes, **agent)
+    rewards = [row["reward_mean"] for row in seeing.sql("colours", "select reward_mean from step_trained order by step")]
+    assert sum(rewards[:3]) / 3 < 0.65 and sum(rewards[-5:]) / 5 > 0.85, rewards
+
+
 @pytest.mark.vllm
 def test_pictures_on_vllm_agree_with_the_trainer_after_every_refit(seeing: World) -> None:
     off = {"algo__advantage__is_correction_level": "off", "algo__advantage__is_correction_mode": "mask", "train__async_queue_size": 0}
