@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,3 +124,9 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def show_stacks_on_signal() -> None:
+    """Let `kill -USR1 PID` print what every thread of this process does into its standard error (of a Ray process: its session's logs)."""
+    if hasattr(signal, "SIGUSR1") and sys.__stderr__ is not None:
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)

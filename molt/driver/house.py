@@ -62,13 +62,12 @@ async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callab
         seats = stack.enter_context(gpu_seats(config))
         pool = RolloutPool(config, sink=sink, producer_name=f"pool-{attempt}", seats=seats.engines, run_dir=run.path)
         stack.push_async_callback(pool.stop)
-        say("starting engines, rollout workers and trainer ranks")
+        start_ranks = RankGroup.start(config, run_dir=run.path, run=run.name, attempt=attempt, log=log, num_steps=num_steps, seats=seats)
+        starting = Starting(say, "engines and rollout workers", "trainer ranks")
         try:
             async with asyncio.TaskGroup() as tasks:
-                engines = tasks.create_task(pool.start())
-                ranks = tasks.create_task(
-                    RankGroup.start(config, run_dir=run.path, run=run.name, attempt=attempt, log=log, num_steps=num_steps, seats=seats)
-                )
+                engines = tasks.create_task(starting.part("engines and rollout workers", pool.start()))
+                ranks = tasks.create_task(starting.part("trainer ranks", start_ranks))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         stack.push_async_callback(ranks.result().stop)
@@ -82,6 +81,23 @@ async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callab
             ranks=ranks.result(),
             engines=engines.result(),
         )
+
+
+class Starting:
+    """Says what is still on its way."""
+
+    def __init__(self, say: Callable[[str], None], *names: str) -> None:
+        self._say = say
+        self._left = list(names)
+        say(f"starting {', '.join(names)}")
+
+    async def part(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """Start one of them."""
+        started = await work
+        self._left.remove(name)
+        if self._left:
+            self._say(f"starting {', '.join(self._left)}; {name} are there")
+        return started
 
 
 @contextmanager

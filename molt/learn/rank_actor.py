@@ -34,6 +34,7 @@ from molt.learn.supervised_rank import SupervisedRank
 from molt.log.actor import RaySink
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
+from molt.machine import show_stacks_on_signal
 from molt.rollout.engine import WeightSource
 
 
@@ -62,6 +63,7 @@ class Member:
     """One process of a group: it meets the others over a port that nobody can take in between."""
 
     def __init__(self, spec: RankSpec) -> None:
+        show_stacks_on_signal()
         self.spec = spec
         self.store: dist.TCPStore | None = None
         self.host = "127.0.0.1"

@@ -22,6 +22,7 @@ import numpy as np
 
 from molt.data.images import Image
 from molt.errors import EngineError, MoltError
+from molt.machine import show_stacks_on_signal
 from molt.rollout.engine import Engine, EngineInfo, Generation, RefitReport, Sampling, WeightSource
 from molt.rollout.spec import EngineSpec, make_engine
 
@@ -45,6 +46,7 @@ class EngineActor:
     """The actor's body. `pause` also knows mode wait: hold new calls and let running ones end first."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        show_stacks_on_signal()
         self._spec = spec
         self._engine: Engine = make_engine(spec)
         self._gate = asyncio.Event()

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from molt import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,8 +125,21 @@ class Child:
         try:
             return self.process.wait(max(1.0, limit_s))
         except subprocess.TimeoutExpired:
+            self.keep_stacks()
             self.end()
             return None
+
+    def keep_stacks(self) -> None:
+        """Ask every engine and trainer process of the command what it does, and keep the ends of what they printed beside its output."""
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                title = (process.cmdline() or [""])[0]
+                if title.startswith(("ray::RankProcess", "ray::EngineActor")):
+                    process.send_signal(signal.SIGUSR1)
+                    time.sleep(0.3)
+                    printed = [*Path(tempfile.gettempdir()).glob(f"ray/session_*/logs/worker-*-{process.pid}.err")]
+                    text = "".join(file.read_text(errors="replace")[-20_000:] for file in printed)
+                    self.log.with_name(f"{self.log.stem}-{process.pid}.log").write_text(f"{title}\n{text}")
 
     def interrupt(self) -> None:
         """Ctrl-C for the command alone, not for what it started."""
