@@ -146,7 +146,7 @@ def _config(world: Path, num_tokens: int, num_places: int) -> Config:
 
 
 async def through_pool(num_rollouts: int, num_tokens: int, world: Path) -> dict[str, float]:
-    """Rollouts per second of a pool with one worker and a log actor, all sent at once, and what each costs the driver."""
+    """Rollouts per second of a pool with one worker and a log actor, all sent at once, and what each costs in every process."""
     import ray
 
     config = _config(world, num_tokens, num_rollouts)
@@ -167,7 +167,8 @@ async def through_pool(num_rollouts: int, num_tokens: int, world: Path) -> dict[
     try:
         await pool.start()
         for name, count in (("warm", IN_FLIGHT), ("all", num_rollouts)):
-            cpu_s, begun = time.process_time(), time.perf_counter()
+            actors = {"worker": pool._crew._stations[0].actor, "engine": pool._fleet.berths["at-once"].handle._actor, "log": log}
+            before, begun = _cpu_s(actors), time.perf_counter()
             tasks = [
                 GroupTask(
                     group_id=f"{name}-p{number}", epoch=0, order_index=number, prompt=prompts[number % 64], group_size=GROUP_SIZE,
@@ -177,11 +178,20 @@ async def through_pool(num_rollouts: int, num_tokens: int, world: Path) -> dict[
             ]  # fmt: skip
             await pool.dispatch(*tasks)
             done = sum([len(group.done) async for group in pool.results(600.0)])
-            seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
+            seconds, after = time.perf_counter() - begun, _cpu_s(actors)
     finally:
         await pool.stop()
         stop_log_actor(log)
-    return {"rollouts_per_s": round(done / seconds), "driver_cpu_ms": round(1000 * cpu_s / done, 3)}
+    costs = {f"{name}_cpu_ms": round(1000 * (after[name] - before[name]) / done, 3) for name in before}
+    return {"rollouts_per_s": round(done / seconds), **costs}
+
+
+def _cpu_s(actors: dict[str, Any]) -> dict[str, float]:
+    """Processor seconds of this process and of actors, all threads."""
+    import ray
+
+    asked = [actor.__ray_call__.remote(lambda _: time.process_time()) for actor in actors.values()]
+    return {"driver": time.process_time(), **dict(zip(actors, ray.get(asked, timeout=60.0), strict=True))}
 
 
 def main() -> int:
