@@ -71,8 +71,10 @@ async def main(*, runs: str = "runs", name: str | None = None, flags: tuple[str,
     print(f"making a tiny model and its task in {world}", flush=True)
     make_world(world)
     await load_program("rl").main(config)
-    run = open_run(Path(runs) / name)
+    run = open_run(Path(config.run.dir) / str(config.run.name))
     rewards = rewards_by_step(LogReader.open(run.path))
+    if not rewards:
+        raise MoltError(f"the run was stopped before its first step; `molt train --resume {run.path}` goes on with it")
     seen = {
         "run": str(run.path),
         "num_steps": len(rewards),
