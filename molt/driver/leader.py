@@ -331,9 +331,9 @@ class Leader:
 
     async def settled(self) -> None:
         """Return once everything told is in the log; the first error that kept something out is raised."""
-        while told := self._told:
-            self._told = []
+        while told := list(self._told):
             await asyncio.wait(told)  # a message is neither cancelled with its waiter nor left alone after the first that failed
+            self._told = [task for task in self._told if task not in told]
             for sending in told:
                 sending.result()
 

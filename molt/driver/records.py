@@ -12,10 +12,13 @@ from molt.admission.plan import StepPlan
 from molt.driver.house import House
 from molt.driver.leader import Leader
 from molt.driver.refit import publish
-from molt.errors import LogError, MoltError
+from molt.errors import MoltError
 from molt.learn.result import StepResult
 from molt.log.rows import event
 from molt.rollout.engine import WeightSource
+
+END_S = 30.0
+"""Seconds that a failed attempt takes at most to say so in its log."""
 
 
 class Listener(Protocol):
@@ -82,12 +85,15 @@ async def finish(house: House, listener: Listener, leader: Leader) -> AsyncItera
         reason = "drained" if isinstance(error, KeyboardInterrupt | asyncio.CancelledError) else "failed"
         text = f"{type(error).__name__}: {error}"
         listener.note(f"the attempt ends: {text}")
-        with suppress(LogError, MoltError, TimeoutError):
-            await asyncio.wait_for(_say_ended(house, leader, reason, text), 30.0)
+        with suppress(MoltError, TimeoutError):
+            async with asyncio.timeout(END_S):
+                with suppress(Exception):  # what keeps a fact out of the log now follows from the first cause, or is it
+                    await leader.settled()
+                await _say_ended(house, leader, reason, text)
         raise
+    await leader.settled()
     await _say_ended(house, leader, "drained" if leader.is_stopped else "finished", None)
 
 
 async def _say_ended(house: House, leader: Leader, reason: str, error: str | None) -> None:
-    await leader.settled()
     await house.producer.append(events=[event("attempt_ended", reason=reason, error=error, num_steps=leader.num_recorded)])

@@ -69,7 +69,7 @@ class Outgoing:
         """Return once it is in the log; the error that kept it out is raised here."""
         self.release()
         with self._lock:
-            writing, self._writing = self._writing, None
+            writing = self._writing  # it stays, so that everyone who asks waits and hears the error
         if writing is not None:
             writing.result()
 

@@ -42,6 +42,8 @@ class RankGroup:
         self._actors: list[Any] = []
         self._frozen: list[Any] = []
         self._published: list[WeightSource] = []
+        self._cause: BaseException | None = None
+        """What ended the group: the answer to whoever else waits for it then, or asks it afterwards."""
 
     @classmethod
     async def start(
@@ -228,7 +230,7 @@ class RankGroup:
         """The answers of all ranks; own: one further argument for each. group: threads that run it beside the rank's other calls.
         The first failure, or the limit, ends the group and is raised."""
         if not self._actors:
-            raise StalledError(f"trainer group of run {self.run} is stopped; {method} was not asked")
+            raise self._cause or StalledError(f"trainer group of run {self.run} is stopped; {method} was not asked")
         further = [()] * len(self._actors) if own is None else [(item,) for item in own]
         options = {} if group is None else {"concurrency_group": group}
         calls = [getattr(actor, method).options(**options).remote(*args, *more) for actor, more in zip(self._actors, further, strict=True)]
@@ -248,15 +250,18 @@ class RankGroup:
         errors = _errors(tasks)
         _drop(pending)
         if errors:
-            await self.stop()
-            raise _first_cause(errors, method)
+            raise await self._ended_by(_first_cause(errors, method))
         if pending:
             ranks = [rank for rank, task in enumerate(tasks) if task in pending]
-            await self.stop()
-            raise StalledError(
-                f"trainer ranks {ranks} did not answer {method} in train.step_timeout_s={limit:g}; raise it or look at logs/"
-            )
+            text = f"trainer ranks {ranks} did not answer {method} in train.step_timeout_s={limit:g}; raise it or look at logs/"
+            raise await self._ended_by(StalledError(text))
         return [task.result() for task in tasks]
+
+    async def _ended_by(self, error: BaseException) -> BaseException:
+        """Stop for an error; returns the one that the group stopped for first, since what others meet afterwards follows from it."""
+        self._cause = self._cause or error
+        await self.stop()
+        return self._cause
 
 
 def _placed(actor_class: Any, seats: Sequence[Seat], rank: int) -> Any:

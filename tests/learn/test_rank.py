@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from molt.errors import LogError
+from molt.learn.journal import Outgoing, Write
 from molt.learn.result import RefusalReason
 from tests.learn.tiny import make_config, make_plan, make_rank, make_rows
 
@@ -67,6 +69,21 @@ def test_missing_logprob_of_a_trainable_token_refuses_the_step(model: Path) -> N
     assert result.refused is not None and result.refused.reason is RefusalReason.LINEAGE
     assert rows[2].segment_id in result.refused.error and "token 4" in result.refused.error
     assert all(torch.equal(before[name], now) for name, now in weights_of(rank).items())
+
+
+def test_everyone_who_asks_hears_why_a_step_did_not_reach_the_log() -> None:
+    outgoing = Outgoing()
+
+    def encode() -> Write:
+        def write() -> None:
+            raise LogError("no space left")
+
+        return write
+
+    outgoing.hold(outgoing.pool.submit(encode))
+    for _ in range(2):
+        with pytest.raises(LogError, match="no space left"):
+            outgoing.settle()
 
 
 @pytest.mark.parametrize(
