@@ -1,7 +1,6 @@
 """The other side of each ratio: vLLM alone, and a plain FSDP2 loop over the same packed rows, without anything of Molt's loop.
 
-python -m tools.device.bare engine FOLDER               (vLLM alone on FOLDER/calls.json; one JSON line at the end)
-python -m tools.device.bare loop RUN_DIR SKIPPED STEP ... (a bare loop over recorded steps of a run; one JSON line at the end)
+python -m tools.device.bare FOLDER        (vLLM alone on FOLDER/calls.json; one JSON line at the end)
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class BareEngine:
     def launch(self, *, card: int | None = None) -> None:
         """Begin to start."""
         env = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
-        self._child = Child([sys.executable, "-m", "tools.device.bare", "engine", str(self._folder)], log=self._log, env=env)
+        self._child = Child([sys.executable, "-m", "tools.device.bare", str(self._folder)], log=self._log, env=env)
 
     def measure(self, *, limit_s: float) -> dict[str, Any]:
         """What it measured; it is started here where it was not before."""
@@ -55,12 +54,6 @@ class BareEngine:
         """End its process where one is left."""
         if self._child is not None and self._child.process.poll() is None:
             self._child.end()
-
-
-def bare_loop(run_dir: Path, steps: Sequence[int], num_skipped: int, *, log: Path, limit_s: float) -> dict[str, Any]:
-    """The plain loop over recorded steps of a run, in a process of its own."""
-    words = [sys.executable, "-m", "tools.device.bare", "loop", str(run_dir), str(num_skipped), *map(str, steps)]
-    return _last_line(Child(words, log=log), limit_s)
 
 
 def _last_line(child: Child, limit_s: float) -> dict[str, Any]:
@@ -144,17 +137,6 @@ async def _embedded(spec: Any) -> tuple[Any, Any]:
         return len((await engine.generate(name, prompt, sampling)).token_ids)
 
     return generate, engine.stop
-
-
-def loop_of(run_dir: Path, num_skipped: int, steps: Sequence[int]) -> dict[str, Any]:
-    """The bare loop over recorded steps of a run."""
-    from molt.cli.programs import load_program
-    from molt.log.reader import LogReader
-
-    reader = LogReader.open(run_dir)
-    record = load_program("replay").read_record(reader)
-    known = {plan.step: plan for plan, _ in record["plans"]}
-    return bare_steps(record["config"], [known[step] for step in steps], reader, num_skipped)
 
 
 def bare_steps(config: Any, plans: Sequence[Any], reader: Any, num_skipped: int) -> dict[str, Any]:
@@ -248,12 +230,5 @@ def compare_heads(vocab_size: int, *, num_tokens: int = 8192, hidden_size: int =
     return facts
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """One side of a ratio, by its name."""
-    if words[0] == "engine":
-        return asyncio.run(engine_alone(Path(words[1])))
-    return loop_of(Path(words[1]), int(words[2]), [int(step) for step in words[3:]])
-
-
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(sys.argv[1:])), flush=True)
+    print("\n" + json.dumps(asyncio.run(engine_alone(Path(sys.argv[1])))), flush=True)

@@ -1,6 +1,6 @@
 """One mixture of experts in several layouts of trainer ranks, routes replayed, engines beside it: parity, speed, memory, refits, the log.
 
-python -m tools.device.layouts --limit-s 240 [--gpus 2|4|8] [--rehearse]
+python -m tools.device.layouts --limit-s 420 [--gpus 2|4|8] [--rehearse]
 
 2 GPUs   a run with experts over both cards (ep2) and an engine on one of them; then its recorded steps by one rank, tp2 and cp2
 4 GPUs   runs of 20 steps with ep2, tp2 and cp2 on two cards, an engine of two on the others; then recorded steps again, by one rank too
@@ -161,7 +161,7 @@ class Layouts:
         """A run of its own."""
         child = Child(molt("train", *flags(self.settings(layout))), log=self.parts.logs / f"layouts-{layout.replace(' ', '')}.log")
         with _memory(facts):
-            facts["exit_code"] = child.wait(min(self.parts.left_s - 20, 60 + 6 * self.num_steps if self.is_apart else 150))
+            facts["exit_code"] = child.wait(min(self.parts.left_s - 20, 60 + 6 * self.num_steps if self.is_apart else 230))
         facts["wall_s"] = round(time.monotonic() - child.began, 1)
         run_dir = self.work / "runs" / self._run_name(layout)
         steps = steps_of(run_dir)

@@ -1,13 +1,10 @@
-"""What the loop costs beside its parts: rollouts beside vLLM alone, training beside a bare FSDP2 loop, async beside sync, the log's share.
+"""What the loop costs as a whole: steps async beside sync, the log's share of a step, phases of a refit, rollout while training.
 
-python -m tools.device.overlap --limit-s 300 [--rehearse] [--tokens 512] [--ipc]
+python -m tools.device.overlap --limit-s 240 [--rehearse] [--tokens 512] [--ipc]
 
-    card 0   bare engine: start ... alone |          trainer:  async  sync  steps | bare loop
-    card 1   Molt's engine: start .......... pool            async  sync           |
-
-One run is opened once and its parts follow each other in it, so that both sides of a ratio have the same prompts, lengths, engine
-arguments, plans and cards. A random model of Qwen3-0.6B's shape answers with a fixed number of tokens. With one card the trainer sits
-beside the engine, and the bare engine comes last.
+One run is opened once and its parts follow each other in it: async steps, then strictly on-policy ones, then the recorded plans again
+while nothing is generated. A random model of Qwen3-0.6B's shape answers with a fixed number of tokens; engine and trainer stand on a
+card each, or on one. What each half makes beside its plain counterpart is measured by tools.device.halves.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.device.bare import BareEngine, bare_loop, compare_heads
 from tools.device.parts import ROOT, Parts, flags, parser
 from tools.device.readings import interval, refits_of, steps_of
 from tools.device.world import World, make_world
@@ -44,14 +40,7 @@ def main() -> int:
     overlap = Overlap(made.parse_args())
     parts = overlap.parts
     if parts.run("world", overlap.make_world):
-        if not overlap.is_rehearsal:
-            parts.run("head", lambda facts: facts.update(compare_heads(VOCAB_SIZE)))
-            _free_memory()
         overlap.run_all()
-        if overlap.steps_trained:
-            parts.run("bare_loop", overlap.bare_loop, needs_s=25)
-        if not overlap.is_apart and overlap.bare is not None:
-            parts.run("alone", overlap.alone, needs_s=25 if overlap.is_rehearsal else 75)
         parts.run("ratios", overlap.ratios)
     parts.table()
     return int(any("error" in facts for facts in parts.facts.values()))
@@ -84,12 +73,9 @@ class Overlap:
         self.model: Path | None = None
         self.name = f"overlap-{time.strftime('%H%M%S')}"
         self.run_dir = self.work / "runs" / self.name
-        self.bare: BareEngine | None = None
         self.plans: list[Any] = []
         self.ends: list[float] = []
         """When each step ended, seconds of the wall clock."""
-        self.steps_trained: list[int] = []
-        """Steps that the part `steps` trained again."""
 
     def make_world(self, facts: dict[str, Any]) -> None:
         """Prompts, and a model of real size with SmolLM2's tokenizer."""
@@ -106,7 +92,7 @@ class Overlap:
         facts |= {"model": str(self.model), "cards": self.cards, "is_apart": self.is_apart}
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the run: answers of full length, so that both sides do the same work."""
+        """Settings of the run: answers of full length, so that every step does the same work."""
         small, world = self.is_rehearsal, self.world
         assert world is not None, "the part `world` failed"
         own: dict[str, Any] = {
@@ -159,15 +145,10 @@ class Overlap:
 
             try:
                 if run("open", lambda facts: wait(self.open(facts, stack)), needs_s=30 if self.is_rehearsal else 100):
-                    if self.is_apart:
-                        run("alone", self.alone, needs_s=20)
-                    run("pool", lambda facts: wait(self.pool(facts)), needs_s=20)
                     run("async", lambda facts: wait(self.steps_async(facts)), needs_s=40)
                     run("sync", lambda facts: wait(self.steps_sync(facts)), needs_s=40)
                     run("steps", lambda facts: wait(self.steps_again(facts)), needs_s=30)
             finally:
-                if self.bare is not None:
-                    self.bare.end()
                 run("close", lambda facts: wait(stack.aclose(), reserve_s=0), needs_s=-60)
 
     async def bounded(self, part: Coroutine[Any, Any, None], reserve_s: float) -> None:
@@ -176,7 +157,7 @@ class Overlap:
             await part
 
     async def open(self, facts: dict[str, Any], stack: AsyncExitStack) -> None:
-        """Log, engine, workers, trainer, and the first refit; the bare engine starts meanwhile where it has a card."""
+        """Log, engine, workers, trainer, and the first refit."""
         from molt.agents.preflight import preflight
         from molt.cli.programs import load_program
         from molt.driver.house import open_house
@@ -186,52 +167,13 @@ class Overlap:
 
         self.config = config = resolve([], tuple(flags(self.settings())))
         known = preflight(config)
-        size = config.rollout.n_samples_per_prompt
-        num_groups = 3 * config.vllm.max_num_seqs // size
-        self.pool_prompts = [known.prompts[index] for index in range(num_groups)]
-        firsts = [known.renderer.layout(prompt.messages, {}).gaps[0].token_ids.tolist() for prompt in self.pool_prompts]
-        calls = [(ids, config.rollout.max_new_tokens) for ids in firsts for _ in range(size)]
-        self.bare = BareEngine(config, calls, work=self.work / "bare", log=self.parts.logs / "overlap-bare.log")
-        if self.is_apart:
-            self.bare.launch(card=0)
         self.rl = load_program("rl")
         num_steps = config.train.num_steps or 1
         house = open_house(config, create_run(config), num_steps=num_steps, say=lambda text: None)
         self.house = await stack.enter_async_context(house)
         self.leader = Leader(config, prompts=known.prompts, house=self.house, say=lambda text: None)
         self.step, self.clock = await self.rl.take_up(self.house, self.leader, Quiet(), num_steps)
-        facts |= {"devices": self.house.ranks.devices, "num_calls": len(calls), "prompt_tokens": sum(map(len, firsts)) / len(firsts)}
-
-    def alone(self, facts: dict[str, Any]) -> None:
-        """vLLM alone on the same calls, in a process of its own; Molt's engine does nothing meanwhile."""
-        assert self.bare is not None, "the part `open` made no calls"
-        facts |= self.bare.measure(limit_s=self.parts.left_s - 10)
-
-    async def pool(self, facts: dict[str, Any]) -> None:
-        """The same calls through workers, agent and log, while nothing trains."""
-        await self._roll_out(min(4, len(self.pool_prompts)), "warm")
-        began, wall = time.monotonic(), time.time()
-        n_sampled = await self._roll_out(len(self.pool_prompts), "pool")
-        facts |= {"tokens_per_s": n_sampled / (time.monotonic() - began), "n_sampled": n_sampled}
-        facts["ended_s"] = ended_since(self.run_dir, wall)
-
-    async def _roll_out(self, num_groups: int, name: str) -> int:
-        """Groups at once; tokens sampled when all are in the log."""
-        from molt.rollout.tasks import GroupTask
-
-        members = tuple(range(self.config.rollout.n_samples_per_prompt))
-        tasks = [
-            GroupTask(
-                group_id=f"{name}-p{index}", epoch=0, order_index=index, prompt=prompt, group_size=len(members), members=members,
-                purpose="eval",
-            )
-            for index, prompt in enumerate(self.pool_prompts[:num_groups])
-        ]  # fmt: skip
-        await self.house.pool.dispatch(*tasks)
-        groups = [group async for group in self.house.pool.results(self.parts.left_s)]
-        if failed := [item.error for group in groups for item in group.failed]:
-            raise RuntimeError(f"{len(failed)} rollouts failed, the first with {failed[0]}")
-        return sum(done.n_sampled for group in groups for done in group.done)
+        facts["devices"] = self.house.ranks.devices
 
     async def steps_async(self, facts: dict[str, Any]) -> None:
         """Steps of the run while the engine generates up to two versions ahead."""
@@ -295,7 +237,6 @@ class Overlap:
         await ranks.settle()
         n_tokens = sum(row.n_tokens for plan in plans[WARM_STEPS:] for row in plan.segments)
         seconds, count = ends[-1] - ends[WARM_STEPS - 1], len(plans) - WARM_STEPS
-        self.steps_trained = [plan.step for plan in plans]
         facts |= {
             "num_steps": count,
             "tokens_per_s": n_tokens / seconds,
@@ -303,11 +244,6 @@ class Overlap:
             "train_s": sum(result.train_s for result in results[WARM_STEPS:]) / count,
             "read_share": sum(result.log_s for result in results[WARM_STEPS:]) / seconds,
         }
-
-    def bare_loop(self, facts: dict[str, Any]) -> None:
-        """A bare FSDP2 loop on the same packed rows, in a process of its own; its arithmetic gives the MFU of both."""
-        log = self.parts.logs / "overlap-loop.log"
-        facts |= bare_loop(self.run_dir, self.steps_trained, WARM_STEPS, log=log, limit_s=self.parts.left_s - 10)
 
     def ratios(self, facts: dict[str, Any]) -> None:
         """What was to be shown."""
@@ -317,16 +253,7 @@ class Overlap:
             value = value["mean"] if isinstance(value, dict) else value
             return float("nan") if value is None else float(value)
 
-        alone, bare = of("alone", "tokens_per_s"), of("bare_loop", "tokens_per_s")
-        facts |= {
-            "rollout_to_alone": of("pool", "tokens_per_s") / alone,
-            "rollout_while_training_to_alone": of("async", "rollout_tokens_per_s") / alone,
-            "training_to_bare": of("steps", "tokens_per_s") / bare,
-            "training_mfu": of("bare_loop", "mfu") * of("steps", "tokens_per_s") / bare,
-            "bare_mfu": of("bare_loop", "mfu"),
-            "async_to_sync_step": of("async", "step_s") / of("sync", "step_s"),
-            "log_share": of("async", "log_share"),
-        }
+        facts |= {"async_to_sync_step": of("async", "step_s") / of("sync", "step_s"), "log_share": of("async", "log_share")}
 
 
 def sampled_between(run_dir: Path, begin: float, end: float) -> int:
@@ -335,16 +262,6 @@ def sampled_between(run_dir: Path, begin: float, end: float) -> int:
 
     where = f"purpose = 'train' and finished_at > {begin} and finished_at <= {end}"
     return int(sum(LogReader.open(run_dir).cut().table("segments", ["n_sampled"], where=where)["n_sampled"].to_pylist()))
-
-
-def ended_since(run_dir: Path, begin: float) -> dict[str, float]:
-    """When the episodes of the pool ended, seconds since it began: of shares of them. Waves of equal answers show as steps."""
-    from molt.log.reader import LogReader
-
-    rows = LogReader.open(run_dir).cut().table("segments", ["finished_at"], where=f"purpose = 'eval' and started_at >= {begin}")
-    ends = sorted(time_ - begin for time_ in rows["finished_at"].to_pylist())
-    shares = (0.0, 0.1, 0.3, 0.35, 0.6, 0.65, 0.7, 0.9, 1.0)
-    return {f"{share:g}": round(ends[min(len(ends) - 1, int(share * len(ends)))], 3) for share in shares} if ends else {}
 
 
 def _timed(part: Any, name: str) -> list[float]:
