@@ -1,17 +1,18 @@
 """The rollout workers of a run: placement, load, and what becomes of a rollout whose worker dies or overruns.
 
-run(task) -> the least loaded worker with a free place -> RolloutDone | RolloutFailed
+run(task) -> the least loaded worker with a free place, which meets the engine of the task first -> RolloutDone | RolloutFailed
 no answer within rollout.timeout_s and a margin, or the process is gone -> RolloutFailed(attempt_lost); the worker is replaced
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from molt.config import Config
 from molt.errors import EngineError, LogError, MoltError
+from molt.rollout.engine import Engine
 from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
 
 _MARGIN_S = 60.0
@@ -28,6 +29,8 @@ class Station:
     name: str
     actor: Any
     num_running: int = 0
+    met: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    """Engines that it was given, by name: a handle takes longer to unpickle than a task."""
 
 
 class Crew:
@@ -67,8 +70,8 @@ class Crew:
                 raise error.cause from error
             raise
 
-    async def run(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
-        """Run one rollout. LogError when the log does not take its segments: that ends the run."""
+    async def run(self, task: RolloutTask, engine: Engine) -> RolloutDone | RolloutFailed:
+        """Run one rollout against the engine that it names. LogError when the log does not take its segments: that ends the run."""
         import ray
 
         async with self._places:
@@ -76,7 +79,9 @@ class Crew:
             station.num_running += 1
             limit_s = self._config.rollout.timeout_s + _MARGIN_S
             try:
-                return await asyncio.wait_for(station.actor.run.remote(task), limit_s)
+                async with asyncio.timeout(limit_s):
+                    await self._introduce(station, task.engine, engine)
+                    return await station.actor.run.remote(task)
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, LogError):
                     raise error.cause from error
@@ -87,6 +92,12 @@ class Crew:
                 return failed_rollout(task, FailureReason.ATTEMPT_LOST, f"{station.name}: {said}")
             finally:
                 station.num_running -= 1
+
+    async def _introduce(self, station: Station, name: str, engine: Engine) -> None:
+        """Return once the worker knows the engine; an engine in place of another has a name of its own."""
+        if name not in station.met:
+            station.met[name] = asyncio.ensure_future(station.actor.meet.remote(name, engine))
+        await asyncio.shield(station.met[name])
 
     async def cancel(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
         """End a rollout whose `run` was cancelled, and say how it ended: done if it was already on its way into the log."""

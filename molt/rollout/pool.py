@@ -256,9 +256,9 @@ class RolloutPool:
 
     async def _try_once(self, group: GroupTask, member: int, try_number: int) -> RolloutDone | RolloutFailed:
         berth = await self._fleet.take_berth()
-        task = RolloutTask(group=group, member=member, try_number=try_number, engine=berth.spec.name, handle=berth.handle)
+        task = RolloutTask(group=group, member=member, try_number=try_number, engine=berth.spec.name)
         try:
-            outcome = await self._crew.run(task)
+            outcome = await self._crew.run(task, berth.handle)
         except asyncio.CancelledError:
             outcome = await self._crew.cancel(task)
             if isinstance(outcome, RolloutFailed):

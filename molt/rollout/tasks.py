@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from molt.rollout.engine import Engine
-
 if TYPE_CHECKING:
     from molt.data.prompts import Prompt
 
@@ -56,8 +54,6 @@ class RolloutTask:
     try_number: int
     engine: str
     """Every model call of the rollout goes to this engine, so that its prefix cache is warm."""
-    handle: Engine
-    """The way to it."""
 
     @property
     def rollout_id(self) -> str:

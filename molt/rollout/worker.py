@@ -1,5 +1,6 @@
 """A rollout worker: one process that runs agents' episodes against engines and hands finished rollouts to the log.
 
+meet(engine) -> tasks name it
 run(task) -> episode: agent <-> engine of the task, call by call -> segments -> one message to the log -> acknowledged -> RolloutDone
 whatever goes wrong on the way is a RolloutFailed with its kind; only a log that takes nothing is raised
 cancel(rollout) ends the episode; a rollout that is already on its way into the log ends as done
@@ -74,11 +75,15 @@ class RolloutWorker:
         self._renderer = ChatRenderer.for_agent(tokenizer, self._runner, self._config.data)
         await self._runner.start()
 
+    async def meet(self, name: str, engine: Engine) -> None:
+        """Know an engine by its name, before any task names it."""
+        self._engines[name] = engine
+
     async def run(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
         """Run one rollout to its durable end. Raises LogError only."""
+        calls = CountedCalls(self._engines[task.engine])
         ended: asyncio.Future[RolloutDone | RolloutFailed] = asyncio.get_running_loop().create_future()
         self._ended[task.rollout_id] = ended
-        calls = CountedCalls(self._engines.setdefault(task.engine, task.handle))
         try:
             outcome = await self._run(task, calls)
         except LogError:

@@ -160,8 +160,7 @@ async def test_all_calls_of_a_rollout_go_to_one_engine(shared: Rig) -> None:
 async def test_a_rollout_whose_worker_died_after_its_commit_is_found_in_the_log(shared: Rig) -> None:
     await shared.pool.dispatch(group(5, size=1))
     (done,) = (await shared.pool.next(LIMIT_S)).done
-    handle = shared.pool._fleet.berths[done.engine].handle
-    task = RolloutTask(group=group(5, size=1), member=0, try_number=0, engine=done.engine, handle=handle)
+    task = RolloutTask(group=group(5, size=1), member=0, try_number=0, engine=done.engine)
     found = shared.pool._find(task)
     assert found is not None
     assert replace(found, duration_s=0.0) == replace(done, duration_s=0.0)

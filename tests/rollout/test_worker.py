@@ -29,10 +29,10 @@ class AgentRunner(agents.AgentRunner):
 """
 
 
-def task(number: int, engine: Any) -> RolloutTask:
+def task(number: int) -> RolloutTask:
     prompt = Prompt(prompt_id=f"id{number}", prompt_index=number, messages=({"role": "user", "content": "1+1"},), label="2")
     group = GroupTask(group_id=f"e0-p{number}", epoch=0, order_index=number, prompt=prompt, group_size=1, members=(0,), first_try=0)
-    return RolloutTask(group=group, member=0, try_number=0, engine="e0", handle=engine)
+    return RolloutTask(group=group, member=0, try_number=0, engine="e0")
 
 
 async def test_a_rollout_that_ended_while_its_answer_was_on_the_way_is_no_cancelled_one(tmp_path: Path) -> None:
@@ -56,9 +56,11 @@ async def test_a_rollout_that_ended_while_its_answer_was_on_the_way_is_no_cancel
     with LogWriter.open(tmp_path / "run", run="run", attempt=1, store="process") as writer:
         worker = RolloutWorker("w", config, sink=writer)
         await worker.start()
-        done = [await worker.run(task(number, engine)) for number in range(3)]
+        await worker.meet("e0", engine)
+        await worker.meet("e1", hanging)
+        done = [await worker.run(task(number)) for number in range(3)]
         told = [await worker.cancel(f"e0-p{number}/0/0") for number in range(3)]
-        running = asyncio.create_task(worker.run(replace(task(3, hanging), engine="e1")))
+        running = asyncio.create_task(worker.run(replace(task(3), engine="e1")))
         while not hanging.prompts:
             await asyncio.sleep(0.001)
         cut = await worker.cancel("e0-p3/0/0")

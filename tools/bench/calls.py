@@ -112,13 +112,14 @@ async def through_worker(num_rollouts: int, num_tokens: int, world: Path) -> dic
     with LogWriter.open(world / "run", run="bench", attempt=1, store="durable") as writer:
         worker = RolloutWorker("worker", config, sink=writer)
         await worker.start()
+        await worker.meet("at-once", engine)  # type: ignore[arg-type]
 
         async def roll_out(number: int) -> None:
             group = GroupTask(
                 group_id=f"e0-p{number // GROUP_SIZE}", epoch=0, order_index=0, prompt=prompts[number // GROUP_SIZE % 64],
                 group_size=GROUP_SIZE, members=tuple(range(GROUP_SIZE)),
             )  # fmt: skip
-            task = RolloutTask(group=group, member=number % GROUP_SIZE, try_number=0, engine="at-once", handle=engine)  # type: ignore[arg-type]
+            task = RolloutTask(group=group, member=number % GROUP_SIZE, try_number=0, engine="at-once")
             async with free:
                 outcome = await worker.run(task)
             if not isinstance(outcome, RolloutDone):
