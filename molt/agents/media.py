@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from molt.agents.segments import SegmentDraft
 from molt.errors import LineageError
 from molt.log.rows import Medium, Payload
@@ -14,7 +16,7 @@ def segment_media(draft: SegmentDraft) -> list[Medium] | None:
     media = []
     for placed in draft.images:
         expansion = placed.expansion
-        if not (draft.token_ids[placed.position : placed.end] == expansion.token_ids).all() or placed.end > len(draft.token_ids):
+        if not np.array_equal(draft.token_ids[placed.position : placed.end], expansion.token_ids):
             raise LineageError(f"image {expansion.image.digest} is not whole at tokens {placed.position} to {placed.end}")
         media += [
             Medium(name=part.name, payload_digest=part.payload_digest, position=placed.position, len=len(expansion.token_ids))

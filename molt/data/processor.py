@@ -131,7 +131,7 @@ class ImageProcessor:
         found = self._seen.get(image.digest)
         if found is None:
             with self._one:
-                found = self._expansion(image)
+                found = self._seen.get(image.digest) or self._expansion(image)  # the members of a group ask at once
                 self._seen[image.digest] = found
                 while len(self._seen) > KEPT or (len(self._seen) > 1 and self._num_bytes() > KEPT_BYTES):
                     del self._seen[next(iter(self._seen))]

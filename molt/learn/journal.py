@@ -220,7 +220,7 @@ def read_images(cut: Cut, batch: SegmentBatch) -> list[RowImages | None]:
 
 def row_images(is_feature: np.ndarray, media: Sequence[Mapping[str, Any]], tensors: Mapping[str | None, np.ndarray]) -> RowImages | None:
     """Images of one row from its column `media`; None without any. LineageError when image tokens lie outside every image."""
-    if not media:
+    if not media and not is_feature.any():
         return None
     images = [list(group) for _, group in groupby(media, key=lambda medium: medium["position"])]
     counts = tuple(int(is_feature[image[0]["position"] :][: image[0]["len"]].sum()) for image in images)

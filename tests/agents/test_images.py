@@ -5,8 +5,11 @@ The tiny processor makes one tile of each image: <fake> <global-img> <image>*4 <
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -14,12 +17,14 @@ import pytest
 
 import molt.agents as agents
 from molt.agents.episode import Episode, EpisodeIds, EpisodeLimits, run_episode
+from molt.agents.media import segment_media
 from molt.agents.policy import join_generations
 from molt.agents.render import ChatRenderer
+from molt.agents.segments import SegmentDraft
 from molt.agents.tokenizer import Tokenizer
 from molt.config import DataSettings
 from molt.data.messages import image_part, text_part
-from molt.data.processor import ImageProcessor, contract, named_tensors
+from molt.data.processor import ImageProcessor, PlacedImage, contract, named_tensors
 from molt.data.prompts import Prompt
 from molt.data.tiny_vision import make_processor
 from molt.errors import AgentError, LineageError, PromptTooLongError, SettingError
@@ -150,6 +155,34 @@ def test_as_many_images_are_remembered_as_fit(processor: ImageProcessor, monkeyp
         fresh.expansion(shown)
     assert [fresh.knows(shown) for shown in pictures] == [False, True, True]
     assert np.array_equal(fresh.expansion(pictures[0]).token_ids, processor.expansion(pictures[0]).token_ids)
+
+
+def test_members_of_a_group_that_ask_at_once_share_one_look_at_their_image(processor: ImageProcessor) -> None:
+    num_looks = []
+
+    class Slow:
+        """The processor, which takes its time."""
+
+        tokenizer, image_token = processor.inner.tokenizer, processor.inner.image_token
+
+        def __call__(self, **given: Any) -> Any:
+            num_looks.append(1)
+            time.sleep(0.05)
+            return processor.inner(**given)
+
+    fresh, shown = ImageProcessor(Slow(), name="model"), picture("green")
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(fresh.expansion, [shown] * 4))
+    assert len(num_looks) == 1 and all(expansion is found[0] for expansion in found)
+
+
+def test_segment_that_ends_inside_an_image_is_refused(processor: ImageProcessor) -> None:
+    expansion = processor.expansion(picture("red"))
+    placed = PlacedImage(expansion=expansion, position=1)
+    ids = np.concatenate([[3], expansion.token_ids[:-1]]).astype(np.int32)
+    draft = SegmentDraft(opened_by="start", first_difference=None, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), images=(placed,))
+    with pytest.raises(LineageError, match="is not whole at tokens 1 to 8"):
+        segment_media(draft)
 
 
 def test_tiles_are_kept_in_order(tmp_path: Path) -> None:

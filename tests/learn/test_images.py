@@ -248,6 +248,9 @@ def test_image_token_outside_every_image_is_refused() -> None:
     media = [{"name": "pixel_values", "payload_digest": tensor.payload_digest, "position": 0, "len": 2}]
     with pytest.raises(LineageError, match="3 image tokens, 2 of them inside the 1 images"):
         row_images(np.ones(3, bool), media, {tensor.payload_digest: tensor.to_array()})
+    with pytest.raises(LineageError, match="2 image tokens, 0 of them inside the 0 images"):
+        row_images(np.array([True, True, False]), [], {})
+    assert row_images(np.zeros(3, bool), [], {}) is None
 
 
 def test_critic_values_and_teacher_scores_see_the_images(seeing: Path) -> None:
