@@ -24,6 +24,7 @@ from molt.errors import AgentTimeoutError, EngineError, LineageError, LogError, 
 from molt.log.producer import Producer
 from molt.rollout.engine import Engine, Generation, Sampling
 from molt.rollout.outbox import Outbox
+from molt.rollout.packed import packed, unpacked
 from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
 
 _MARGIN_S = 30.0
@@ -78,6 +79,10 @@ class RolloutWorker:
     async def meet(self, name: str, engine: Engine) -> None:
         """Know an engine by its name, before any task names it."""
         self._engines[name] = engine
+
+    async def call(self, packed_task: bytes) -> bytes:
+        """`run` with task and outcome packed."""
+        return packed(await self.run(unpacked(packed_task)))
 
     async def run(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
         """Run one rollout to its durable end. Raises LogError only."""
