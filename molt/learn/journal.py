@@ -20,14 +20,14 @@ import torch
 from molt.admission.plan import StepPlan
 from molt.algo.correction import Gate
 from molt.config import Config
-from molt.errors import CorruptLogError, LineageError, ReplayMismatchError
+from molt.errors import LineageError, ReplayMismatchError
 from molt.learn.ahead import RowsAhead
 from molt.learn.packing import RowImages
 from molt.learn.result import RecordedStep, StepResult
 from molt.learn.rows import MicroBatch, Row
 from molt.learn.step import Step
 from molt.log.batch import SOURCES, SegmentBatch
-from molt.log.rows import Event, Payload, Score, TokenSource, event
+from molt.log.rows import Event, Score, TokenSource, event
 
 if TYPE_CHECKING:
     from molt.log.cut import Cut
@@ -238,18 +238,8 @@ def read_arrays(cut: Cut, digests: Sequence[str]) -> dict[str | None, np.ndarray
     """Arrays of payloads by digest, each checked against its name: routed experts (tokens, M, K), processor tensors (tiles, ...)."""
     if not digests:
         return {}
-    named = ", ".join(f"'{digest}'" for digest in sorted(set(digests)))
-    rows = cut.table("payloads", ["payload_digest", "kind", "shape", "dtype", "data"], where=f"payload_digest in ({named})").to_pylist()
-    found: dict[str | None, np.ndarray] = {}
-    for row in rows:
-        payload = Payload(kind=row["kind"], data=row["data"], shape=tuple(row["shape"]), dtype=row["dtype"])
-        if payload.payload_digest != row["payload_digest"]:
-            raise CorruptLogError(f"payload {row['payload_digest']}: its bytes do not have this digest; run molt verify")
-        found[row["payload_digest"]] = payload.to_array()
-    missing = sorted(set(digests) - set(found))
-    if missing:
-        raise CorruptLogError(f"payload {missing[0]}: a segment names it and the log does not hold it; run molt verify")
-    return found
+    names = sorted(set(digests))
+    return {name: payload.to_array() for name, payload in zip(names, cut.payloads(names), strict=True)}
 
 
 def recorded_scores(reader: LogReader, step: int, segment_ids: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:

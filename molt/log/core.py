@@ -24,6 +24,7 @@ from molt.log.lease import take_lease
 from molt.log.stamp import LogState, Stamp, newest_stamp
 from molt.log.store import Store
 from molt.log.table import LogTable
+from molt.log.tombstone import KIND, tombstones_of
 from molt.log.upcast import missing_columns, refuse_newer
 from molt.schema import TABLES, arrow_schema
 
@@ -53,6 +54,8 @@ class LogCore:
     ) -> None:
         self.home, self.store, self.run = home, store, run
         self._is_repairing = healed is not None
+        self.is_new_attempt = False
+        """Whether no process of this attempt has written yet."""
         self.healings: list[Healing] = list(healed or ())
         """Manifests that were set aside, here or by a repair before."""
         try:
@@ -183,7 +186,8 @@ class LogCore:
     def _begin(self, attempt: int) -> None:
         """Mark every table with a new epoch: from here on an older writer meets a version that it did not expect."""
         crashpoint("open.before_epoch")
-        if attempt > self.state.attempt:
+        self.is_new_attempt = attempt > self.state.attempt
+        if self.is_new_attempt:
             self.state.marks = {}
         self.state.epoch += 1
         self.state.attempt = attempt
@@ -306,11 +310,21 @@ class LogCore:
             self._decide(written, counts, {}, {}, lsn_end)
             self.roll_forward()
 
+    def forget_payloads(self) -> None:
+        """Look anew which payloads the log holds: some were emptied."""
+        self._known_payloads = None
+
+    def _held_payloads(self) -> set[str]:
+        """Names of the payloads that the log holds; one that was emptied comes in again when it is shown again."""
+        facts = self.tables["events"].dataset.to_table(columns=["kind", "body"], filter=f"kind = '{KIND}'")
+        gone = tombstones_of(facts).emptied("payloads")
+        rows = self.tables["payloads"].dataset.to_table(columns=["lsn", "payload_digest"])
+        return {name for lsn, name in zip(rows["lsn"].to_pylist(), rows["payload_digest"].to_pylist(), strict=True) if lsn not in gone}
+
     def _fresh_payloads(self, batches: list[Rows]) -> list[pa.RecordBatch]:
         """The payloads that the log does not hold yet, each once."""
         if self._known_payloads is None:
-            held = self.tables["payloads"].dataset.to_table(columns=["payload_digest"])
-            self._known_payloads = set(held["payload_digest"].to_pylist())
+            self._known_payloads = self._held_payloads()
         fresh, new = [], set[str]()
         for batch in batches:
             assert isinstance(batch, pa.RecordBatch), "payloads come as rows"

@@ -140,11 +140,15 @@ class Cut:
             dataset = self._datasets["payloads"]
             columns = ["payload_digest", "kind", "shape", "dtype", "size_bytes"]
             rows = dataset.scanner(columns=columns, filter=self._bounded("payloads", where), with_row_id=True).to_table()
-            found = {}
+            found: dict[str, Payload] = {}
+            emptied: set[str] = set()
             for row, data in zip(rows.to_pylist(), read_blobs(dataset, rows["_rowid"].to_pylist()), strict=True):
                 if row["size_bytes"] and not data:
-                    raise LogError(f"payload_digest={row['payload_digest']}: its content was taken out of the log (rows_emptied)")
+                    emptied.add(row["payload_digest"])
+                    continue
                 found[row["payload_digest"]] = Payload(kind=row["kind"], data=data, shape=tuple(row["shape"]), dtype=row["dtype"])
+            if gone := sorted(emptied - found.keys()):
+                raise LogError(f"payload_digest={gone[0]}: its content was taken out of the log (rows_emptied)")
             return found
 
         held = self._retried("payloads", read) if payload_digests else {}
@@ -161,7 +165,8 @@ class Cut:
         rows = dataset.scanner(columns=["lsn"], filter=f"payload_digest = '{_hex(payload_digest)}'", with_row_id=True).to_table()
         if not len(rows):
             raise LogError(f"payload_digest={payload_digest}: no such payload in the log up to lsn {self.lsn}")
-        ((_, _, data),) = dataset.read_blob_ranges("data", [(rows["_rowid"][0].as_py(), offset, length)], selector="ids")
+        newest = rows.sort_by("lsn")["_rowid"][-1].as_py()  # an older one was emptied
+        ((_, _, data),) = dataset.read_blob_ranges("data", [(newest, offset, length)], selector="ids")
         return bytes(data)
 
     def _retried(self, name: str, read: Callable[[], T]) -> T:

@@ -30,7 +30,7 @@ class Family(StrEnum):
     ROUTING = "routing"
     """Payloads of kind routing."""
     PAYLOADS = "payloads"
-    """All payloads."""
+    """All payloads; like those of routing, none that the trainer still needs."""
     SCORES = "scores"
     """Per-token lists of scores."""
     TOKENS = "tokens"
@@ -58,10 +58,13 @@ class Emptied:
 
 
 def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str) -> Emptied:
-    """Empty the rows of a family before an lsn. Tokens only up to what the trainer has taken in."""
+    """Empty the rows of a family before an lsn. Tokens only up to what the trainer has taken in, and no payload that a segment after
+    that names: an image is stored once, however often it is shown."""
     where = f"lsn < {before_lsn}"
     if family is Family.ROUTING:
         where += " and kind = 'routing'"
+    if _TABLE[family] == "payloads" and (needed := _needed(core)):
+        where += f" and payload_digest not in ({_quoted(sorted(needed))})"
     if family is Family.TOKENS:
         taken_in = _taken_in(core)
         if before_lsn > taken_in + 1:
@@ -71,12 +74,15 @@ def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str) 
     return _empty(core, _TABLE[family], where, family=str(family), reason=reason, rollout_id=None)
 
 
-def apply_retention(core: LogCore) -> list[Emptied]:
-    """Empty what the profile does not keep, once a quarter more than that has gathered."""
+def apply_retention(core: LogCore, *, is_beginning: bool = False) -> list[Emptied]:
+    """Empty what the profile does not keep, once a quarter more than that has gathered.
+
+    is_beginning: nobody of the attempt has written yet. Images go only then: a worker sends each of them once, and goes on to name it.
+    """
     kept = core.store.retention
     limits = {
-        Family.ROUTING: kept.routing_rows,
-        Family.PAYLOADS: kept.payload_rows,
+        Family.ROUTING: min((most for most in (kept.routing_rows, kept.payload_rows) if most is not None), default=None),
+        Family.PAYLOADS: kept.payload_rows if is_beginning else None,
         Family.SCORES: kept.score_rows,
         Family.TOKENS: kept.token_rows,
     }
@@ -102,6 +108,12 @@ def _taken_in(core: LogCore) -> int:
     """Largest lsn of segments that the trainer has taken in."""
     cursor = core.tables["consumption"].dataset.to_table(columns=["cursor"])["cursor"]
     return int(max(cursor.to_pylist(), default=-1))
+
+
+def _needed(core: LogCore) -> set[str]:
+    """Payloads of segments that the trainer has not taken in."""
+    later = core.tables["segments"].dataset.to_table(columns=list(_NAMING), filter=f"{_NAMES_ANY} and lsn > {_taken_in(core)}")
+    return _named_by(later)
 
 
 def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Emptied]:
@@ -175,6 +187,8 @@ def _empty(core: LogCore, table: str, where: str, *, family: str, reason: str, r
         upkeep = Upkeep(core)
         upkeep.compact(held, is_full=True)
         upkeep.clean_up(held, keep=1)
+        if table == "payloads":
+            core.forget_payloads()
     size = sum(found["size_bytes"].to_pylist()) if table == "payloads" else 0
     return Emptied(table=table, num_rows=found.num_rows, size_bytes=size, kept_by=_keepers(core, held) if found.num_rows else ())
 

@@ -64,7 +64,7 @@ class RetentionSettings(Room):
     routing_rows: int | None = Field(None, gt=0)
     """Payloads of kind routing."""
     payload_rows: int | None = Field(None, gt=0)
-    """All payloads."""
+    """All payloads; images go when an attempt begins. Never those that a segment names which the trainer has not taken in."""
     score_rows: int | None = Field(None, gt=0)
     """Per-token lists of scores."""
     token_rows: int | None = Field(None, gt=0)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -55,6 +56,9 @@ class LogWriter:
         self._is_closing = False
         self._is_stopped = False
         self._failure: MoltError | None = None
+        if core.is_new_attempt:
+            with suppress(LogFullError):  # a full disk puts it off
+                apply_retention(core, is_beginning=True)
         if core.healings:
             self._note(
                 [

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from molt.errors import CorruptLogError, ReplayMismatchError
+from molt.errors import LogError, ReplayMismatchError
 from molt.learn.journal import LogJournal, read_rows
 from molt.learn.rank import PolicyRank
 from molt.learn.result import RecordedStep
@@ -50,7 +50,7 @@ def test_routed_experts_are_read_where_they_are_wanted_and_missing_ones_are_an_e
     first, second = read_rows(reader, [rows[0].segment_id, rows[1].segment_id], wants_routes=True)
     assert first.routes is not None and np.array_equal(first.routes, routes) and second.routes is None
     assert read_rows(reader, [rows[0].segment_id])[0].routes is None
-    with pytest.raises(CorruptLogError, match="a segment names it and the log does not hold it"):
+    with pytest.raises(LogError, match=r"f{32}: no such payload in the log"):
         read_rows(reader, [rows[2].segment_id], wants_routes=True)
 
 

@@ -387,13 +387,55 @@ def test_compaction_of_everything_twice_changes_nothing(filled: Path) -> None:
     assert verify_log(filled).root == root
 
 
+def test_image_that_untrained_rows_show_is_kept_and_an_emptied_one_comes_in_again(run_dir: Path, fast: Fast) -> None:
+    """Rollout 0 was trained and showed the first picture, rollout 1 was not and shows the second; rollout 2 shows the first once more."""
+    first, second = (Payload(kind="image", data=bytes([number]) * 300) for number in (1, 2))
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        producer = Producer(writer, "p")
+        ack = producer.append_sync(segments=[make_image_segment(0, first.payload_digest)], payloads=[first])
+        producer.append_sync(consumption=[make_consumption(0, cursor=ack.lsn_end)])
+        producer.append_sync(segments=[make_image_segment(1, second.payload_digest)], payloads=[second])
+    with existing_core(run_dir) as core:
+        assert drop_family(core, Family.PAYLOADS, before_lsn=100, reason="age").num_rows == 1
+    cut = LogReader.open(run_dir).cut()
+    assert cut.payload(second.payload_digest).data == second.data
+    with pytest.raises(LogError, match="taken out of the log"):
+        cut.payload(first.payload_digest)
+    with LogWriter.open(run_dir, run="run", attempt=2, store=fast("process")) as writer:
+        again = [make_image_segment(2, first.payload_digest)]
+        Producer(writer, "p").append_sync(segments=again, payloads=[first, second])
+    cut = LogReader.open(run_dir).cut()
+    assert cut.payload(first.payload_digest).data == first.data
+    assert cut.payload_range(first.payload_digest, 298, 2) == bytes([1, 1])
+    assert cut.table("payloads", ["payload_digest"]).num_rows == 3  # the first twice, once of it empty
+    assert verify_log(run_dir).is_clean
+
+
+def test_profile_takes_images_when_an_attempt_begins(run_dir: Path, fast: Fast) -> None:
+    kept = RetentionSettings(payload_rows=4)
+    store = fast("process").model_copy(update={"retention": kept})
+
+    def num_held() -> int:
+        return sum(1 for data in LogReader.open(run_dir).cut().table("payloads", ["data"])["data"].to_pylist() if data)
+
+    with LogWriter.open(run_dir, run="run", store=store) as writer:
+        producer = Producer(writer, "p")
+        for index in range(66):
+            producer.append_sync(payloads=[Payload(kind="image", data=bytes([index]) * 50)])
+    assert num_held() == 66  # workers that know them as sent may name them again
+    for attempt, left in ((1, 66), (2, 4)):  # the same attempt goes on, then the next begins
+        with LogWriter.open(run_dir, run="run", attempt=attempt, store=store):
+            pass
+        assert num_held() == left
+
+
 def test_profile_keeps_only_the_newest_heavy_rows(run_dir: Path, fast: Fast) -> None:
     store = fast("process")
     kept = RetentionSettings(payload_rows=4, score_rows=4, token_rows=4)
     with LogWriter.open(run_dir, run="run", store=store.model_copy(update={"retention": kept})) as writer:
         producer = Producer(writer, "p")
         for index in range(70):  # retention looks after every 64th group
-            payload = Payload(kind="image", data=bytes([index]) * 50)
+            payload = Payload(kind="routing", data=bytes([index]) * 50)
             producer.append_sync(
                 segments=[make_segment(index)],
                 payloads=[payload],
