@@ -91,7 +91,7 @@ async def replay_span(ranks: RankGroup, span: Span, progress: Progress) -> None:
         recorded = None if trained is None else RecordedStep(**{name: trained[name] for name in RecordedStep.__dataclass_fields__})
         result = await ranks.train(plan, recorded)
         if (result.refused is None) != (trained is not None):
-            was = "trained" if trained is not None else "refused or not finished"
+            was = "trained" if trained is not None else "refused"
             now = "trained" if result.refused is None else f"refused ({result.refused.reason}: {result.refused.error})"
             raise ReplayMismatchError(f"step {plan.step}: it is {now}, the record says {was}")
         progress.step({"step": plan.step, "reward": result.reward_mean, "loss": result.loss, "n_sampled": plan.n_sampled})

@@ -88,7 +88,7 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
     tokens = config.train.micro_batch_tokens
     plans = [laid_out(plan, num_ranks=config.fsdp.num_shards, micro_batch_tokens=tokens) for plan in standing.plans]
     num_replanned = sum(new != old for new, old in zip(plans, standing.plans, strict=True))
-    if changes is not None and (changes.changed or num_replanned):
+    if changes is not None and changes.is_worth_telling(num_replanned=num_replanned):
         leader.tell(changes.told(from_step=step, num_replanned=num_replanned))
         progress.note(changes.line(from_step=step, num_replanned=num_replanned))
     await house.pool.sleep()

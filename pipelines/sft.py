@@ -143,7 +143,7 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
         resumed_from_step=step if is_resumed else None,
         checkpoint=checkpoint,
     )
-    if changes is not None and changes.changed:
+    if changes is not None and changes.is_worth_telling(num_replanned=0):
         await school.producer.append(events=[changes.told(from_step=step, num_replanned=0)])
         progress.note(changes.line(from_step=step, num_replanned=0))
     progress.waiting("writing the conversations to the log")

@@ -18,12 +18,16 @@ TRAINER_SETTINGS = ("data.max_len", "run.seed", "train.deterministic", "train.ep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Settings that differ between two attempts."""
+    """Settings that differ between two attempts, and the number of steps that they and the data make."""
 
     changed: Mapping[str, tuple[Any, Any]]
     """Setting to its values before and now."""
     is_exact: bool
     """Nothing that the numbers of a planned step depend on has changed."""
+
+    def is_worth_telling(self, *, num_replanned: int) -> bool:
+        """Whether this attempt differs from the one before it in anything that a step shows."""
+        return bool(self.changed) or not self.is_exact or num_replanned > 0
 
     def told(self, *, from_step: int, num_replanned: int) -> Event:
         """The event."""
@@ -53,8 +57,13 @@ def changes_since(reader: LogReader, config: Config, *, num_steps: int) -> Chang
         return None
     before = json.loads(rows[-1]["body"])
     then, now = flat(json.loads(before["config"])), flat(config.model_dump(mode="json"))
+    changed: dict[str, tuple[Any, Any]] = {
+        name: (then[name], now[name]) for name in sorted(then.keys() & now.keys()) if then[name] != now[name]
+    }
+    if before["num_steps"] != num_steps and "train.num_steps" not in changed:
+        changed["num_steps"] = before["num_steps"], num_steps  # the data may have grown under the same settings
     return Changes(
-        changed={name: (then[name], now[name]) for name in sorted(then.keys() & now.keys()) if then[name] != now[name]},
+        changed=changed,
         is_exact=trainer_settings(then, before["num_steps"]) == trainer_settings(now, num_steps),
     )
 

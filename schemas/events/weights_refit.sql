@@ -20,7 +20,7 @@ comment on column weights_refit.engines is 'JSON object: engine to digest it rep
 comment on column weights_refit.pause_s is 'seconds to pause';
 comment on column weights_refit.transfer_s is 'seconds to transfer and load';
 comment on column weights_refit.verify_s is 'seconds to compare digests';
-comment on column weights_refit.resume_s is 'seconds to resume';
+comment on column weights_refit.resume_s is 'seconds until calls went on: until the log held the step that made the weights, and the resume itself';
 comment on column weights_refit.size_bytes is 'bytes sent';
 comment on column weights_refit.num_in_flight is 'requests kept in flight across the refit';
 comment on column weights_refit.caches is 'what the engines dropped of what old weights had made: kv (keys and values), images (features of images; kept where the vision tower is frozen)';

@@ -103,7 +103,15 @@ def test_settings_that_no_step_depends_on_leave_steps_exact(tmp_path: Path):
 
 def test_another_length_of_a_falling_schedule_changes_the_numbers(tmp_path: Path):
     actor = {"schedule": "linear"}
-    assert not changes(tmp_path, num_steps=12, now={"actor": actor}, actor=actor).is_exact
+    found = changes(tmp_path, num_steps=12, now={"actor": actor}, actor=actor)
+    assert not found.is_exact
+    # the settings are the same: the data grew
+    assert found.is_worth_telling(num_replanned=0) and found.changed == {"num_steps": (8, 12)}
+
+
+def test_attempt_under_the_same_settings_has_nothing_to_tell(tmp_path: Path):
+    found = changes(tmp_path, now={})
+    assert not found.is_worth_telling(num_replanned=0) and found.is_worth_telling(num_replanned=1)
 
 
 def test_smaller_micro_batches_cut_planned_batches_anew(tmp_path: Path):
