@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -105,6 +106,8 @@ class ChatRenderer:
             raise SettingError(
                 f"actor.model_name_or_path={tokenizer.name}, neither template nor tokenizer names an end-of-turn token; set eos_token"
             )
+        # The members of a group share their first prompt.
+        self._first_layout = lru_cache(maxsize=256)(self._text_layout)
 
     @classmethod
     def for_agent(cls, tokenizer: Tokenizer, runner: AgentRunner | type[AgentRunner], settings: DataSettings) -> ChatRenderer:
@@ -167,6 +170,15 @@ class ChatRenderer:
 
         Raises AgentError when the template loses a message, or writes a sampled turn in a way that hides where it ends.
         """
+        if not turns and add_generation_prompt and all(type(value) is str for message in messages for value in message.values()):
+            return self._first_layout(tuple(tuple(message.items()) for message in messages))
+        return self._layout(messages, turns, add_generation_prompt)
+
+    def _text_layout(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> Layout:
+        """Messages whose values are all texts, before any turn was sampled."""
+        return self._layout([dict(message) for message in messages], {}, True)
+
+    def _layout(self, messages: Sequence[Message], turns: Mapping[int, SampledTurn], add_generation_prompt: bool) -> Layout:
         if self.template.shows_result_ids:
             _check_call_ids(messages, turns)
         if self.processor is None and (num_images := len(images_of(messages))):

@@ -224,6 +224,14 @@ def test_format_with_call_ids_shows_the_ids_that_the_model_wrote_and_no_other() 
             two_calls(renderer, sampled, result)
 
 
+def test_a_first_prompt_is_laid_out_once_for_all_members_of_its_group() -> None:
+    renderer = chatml()
+    chats = [[{"role": "user", "content": text}] for text in ("Hi", "Ho", "Hi")]
+    first, other, again = (renderer.layout(chat, {}) for chat in chats)
+    assert again is first and other.text == first.text.replace("Hi", "Ho")
+    assert renderer.layout(chats[0], {}, add_generation_prompt=False).text == "<|im_start|>user\nHi<|im_end|>\n"
+
+
 def test_sources_name_who_wrote_what(renderer: ChatRenderer) -> None:
     conversation = Conversation(renderer)
     system = {"role": "system", "content": "abc"}
