@@ -96,21 +96,24 @@ comment on column segments.finished_at is 'seconds since 1970, UTC: rollout fini
 comment on column segments.digest is 'blake2b-128 over every other column but lsn';
 
 -- What check cannot say (it takes no lambdas): rows of segments that break a rule over their lists, each with the rule's name.
+-- One pass for all rules, since every message of a rollout worker is checked before it is sent.
 create macro segments_violations(t) as table
-    select segment_id, 'spans do not cover the tokens' as violation
-    from query_table(t) where coalesce(list_sum(list_transform(spans, lambda s: s.len)), 0) <> n_tokens
-    union all
-    select segment_id, 'a trainable span is not sampled by the policy'
-    from query_table(t) where purpose <> 'sft' and len(list_filter(spans, lambda s: s.trainable and (s.source <> 'policy' or s.policy_version is null))) > 0
-    union all
-    select segment_id, 'a trainable span of a supervised row is no demonstration'
-    from query_table(t) where purpose = 'sft' and len(list_filter(spans, lambda s: s.trainable and s.source <> 'demonstration')) > 0
-    union all
-    select segment_id, 'n_sampled is not the number of policy tokens'
-    from query_table(t) where n_sampled <> coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.source = 'policy'), lambda s: s.len)), 0)
-    union all
-    select segment_id, 'an image lies outside the tokens'
-    from query_table(t) where len(list_filter(media, lambda m: m.position < 0 or m.len < 1 or m.position + m.len > n_tokens)) > 0
-    union all
-    select segment_id, 'image tokens without an image, or an image without image tokens'
-    from query_table(t) where (coalesce(len(media), 0) > 0) <> (len(list_filter(spans, lambda s: s.source = 'image')) > 0);
+    select segment_id, violation
+    from (
+        select segment_id, unnest([
+            case when coalesce(list_sum(list_transform(spans, lambda s: s.len)), 0) <> n_tokens
+                then 'spans do not cover the tokens' end,
+            case when purpose <> 'sft' and len(list_filter(spans, lambda s: s.trainable and (s.source <> 'policy' or s.policy_version is null))) > 0
+                then 'a trainable span is not sampled by the policy' end,
+            case when purpose = 'sft' and len(list_filter(spans, lambda s: s.trainable and s.source <> 'demonstration')) > 0
+                then 'a trainable span of a supervised row is no demonstration' end,
+            case when n_sampled <> coalesce(list_sum(list_transform(list_filter(spans, lambda s: s.source = 'policy'), lambda s: s.len)), 0)
+                then 'n_sampled is not the number of policy tokens' end,
+            case when len(list_filter(media, lambda m: m.position < 0 or m.len < 1 or m.position + m.len > n_tokens)) > 0
+                then 'an image lies outside the tokens' end,
+            case when (coalesce(len(media), 0) > 0) <> (len(list_filter(spans, lambda s: s.source = 'image')) > 0)
+                then 'image tokens without an image, or an image without image tokens' end
+        ]) as violation
+        from query_table(t)
+    )
+    where violation is not null;

@@ -70,6 +70,7 @@ def test_valid_rows_pass_the_declared_checks() -> None:
         ({"purpose": "play"}, "purpose"),
         ({"spans": [Span(len=4, source=TokenSource.USER)]}, "spans do not cover the tokens"),
         ({"spans": [Span(len=5, source=TokenSource.USER, trainable=True)]}, "not sampled by the policy"),
+        ({"purpose": "sft", "spans": [Span(len=5, source=TokenSource.USER, trainable=True)]}, "is no demonstration"),
         ({"behaviour_logprobs": np.zeros(4, np.float32)}, "behaviour_logprobs"),
         ({"prompt_id": None}, "NOT NULL"),
     ],
