@@ -17,7 +17,7 @@ from molt.log.producer import Producer
 from molt.log.rows import Payload, Segment
 
 GATHER_S = 0.025
-"""How long a message waits for others: encoding and checking take 6 ms for one rollout as for twenty."""
+"""How long a message waits for others: encoding and checking take 5 ms for one rollout as for twenty."""
 MOST_BYTES = 64 << 20
 """Payloads that travel at once, a larger message alone."""
 KNOWN = 1 << 16
