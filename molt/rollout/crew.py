@@ -12,8 +12,8 @@ from typing import Any
 
 from molt.config import Config
 from molt.errors import EngineError, LogError, MoltError
+from molt.rollout.carried import from_bytes, to_bytes
 from molt.rollout.engine import Engine
-from molt.rollout.packed import packed, unpacked
 from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
 
 _MARGIN_S = 60.0
@@ -82,7 +82,7 @@ class Crew:
             try:
                 async with asyncio.timeout(limit_s):
                     await self._introduce(station, task.engine, engine)
-                    return unpacked(await station.actor.call.remote(packed(task)))
+                    return from_bytes(await station.actor.call.remote(to_bytes(task)))
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, LogError):
                     raise error.cause from error

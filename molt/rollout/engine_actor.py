@@ -23,8 +23,8 @@ import numpy as np
 from molt.data.images import Image
 from molt.errors import EngineError, MoltError
 from molt.machine import show_stacks_on_signal
+from molt.rollout.carried import from_bytes, to_bytes
 from molt.rollout.engine import Engine, EngineInfo, Generation, RefitReport, Sampling, WeightSource
-from molt.rollout.packed import packed, unpacked
 from molt.rollout.spec import EngineSpec, make_engine
 
 T = TypeVar("T")
@@ -78,9 +78,9 @@ class EngineActor:
             if self._num_in_flight == 0:
                 self._idle.set()
 
-    async def call(self, packed_call: bytes) -> bytes:
+    async def call(self, data: bytes) -> bytes:
         """`generate` with its arguments and its answer packed."""
-        return packed(await self.generate(*unpacked(packed_call)))
+        return to_bytes(await self.generate(*from_bytes(data)))
 
     async def abort(self, request_id: str) -> None:
         """End one request early."""
@@ -186,13 +186,13 @@ class EngineHandle:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """One model call. EngineError when the engine dies, or is silent for vllm.request_timeout_s."""
         silence = self._listen()
-        call = packed((request_id, np.asarray(prompt_ids, np.int32), sampling, images))
+        call = to_bytes((request_id, np.asarray(prompt_ids, np.int32), sampling, images))
         answer = asyncio.ensure_future(_told(self.name, self._actor.call.remote(call)))
         try:
             await asyncio.wait({answer, silence}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 silence.result()
-            return unpacked(await answer)
+            return from_bytes(await answer)
         except BaseException:
             self._actor.abort.remote(request_id)  # nobody waits for it any more
             raise

@@ -22,9 +22,9 @@ from molt.config import Config
 from molt.data.images import Image
 from molt.errors import AgentTimeoutError, EngineError, LineageError, LogError, PromptTooLongError, SettingError
 from molt.log.producer import Producer
+from molt.rollout.carried import from_bytes, to_bytes
 from molt.rollout.engine import Engine, Generation, Sampling
 from molt.rollout.outbox import Outbox
-from molt.rollout.packed import packed, unpacked
 from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
 
 _MARGIN_S = 30.0
@@ -80,9 +80,9 @@ class RolloutWorker:
         """Know an engine by its name, before any task names it."""
         self._engines[name] = engine
 
-    async def call(self, packed_task: bytes) -> bytes:
+    async def call(self, data: bytes) -> bytes:
         """`run` with task and outcome packed."""
-        return packed(await self.run(unpacked(packed_task)))
+        return to_bytes(await self.run(from_bytes(data)))
 
     async def run(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
         """Run one rollout to its durable end. Raises LogError only."""

@@ -99,7 +99,7 @@ def test_no_mocks(trees: dict[str, ast.Module]) -> None:
 
 def test_nothing_is_unpickled_from_disk(trees: dict[str, ast.Module]) -> None:
     from_messages = {
-        "molt/rollout/packed.py",  # what another process of this run packed for a call over Ray
+        "molt/rollout/carried.py",  # what another process of this run made for a call over Ray
         "molt/rollout/vllm_weights.py",  # CUDA handles, which are tuples of bytes, from the trainer ranks of this run over Ray
         "tools/faults/spawn.py",  # what a test hands to the process that it is about to kill
     }

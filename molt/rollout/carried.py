@@ -6,11 +6,11 @@ import pickle
 from typing import Any
 
 
-def packed(value: Any) -> bytes:
+def to_bytes(value: Any) -> bytes:
     """A value as bytes, for a call that would spend more on its arguments than on what it does with them."""
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def unpacked(data: bytes) -> Any:
-    """The value again; for bytes that another process of the run packed, and no others."""
+def from_bytes(data: bytes) -> Any:
+    """The value again; for bytes that another process of the run made, and no others."""
     return pickle.loads(data)
