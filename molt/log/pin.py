@@ -103,9 +103,14 @@ def verify_pin(run_dir: str | Path, name: str, *, is_reading_rows: bool = True) 
     pin = read_pin(reader.home, name)
     try:
         cut = pinned_cut(reader, name)
+        held = {table: reader.newest(table).tags.list().get(f"molt-{name}", {}).get("version") for table in pin.versions}
     except (OSError, ValueError, RuntimeError) as error:
         return [f"pin={name}: its versions {pin.versions} cannot be opened: {error}"]
-    wrong = []
+    wrong = [
+        f"pin={name}: its tag on table {table} holds version {held[table]}, pinned was {version}; a clean-up may drop it, pin again"
+        for table, version in pin.versions.items()
+        if held[table] != version
+    ]
     for table, expected in pin.next_row.items():
         found = cut.table(table, ["lsn"]).num_rows
         if found != expected:

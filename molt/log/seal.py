@@ -56,7 +56,7 @@ def seal_log(core: LogCore, *, is_compacting: bool = True) -> Seal:
     stable = {
         path: {"sha256": digest, **known}
         for path, known in sorted(files.items())
-        if not path.endswith("latest_version_hint.json") and (digest := core.home.file_digest(path)) is not None
+        if not _changes(path) and (digest := core.home.file_digest(path)) is not None
     }
     seal = Seal(
         run=core.run,
@@ -72,6 +72,11 @@ def seal_log(core: LogCore, *, is_compacting: bool = True) -> Seal:
     core.home.write(NAME, encode(seal))
     crashpoint("seal.after_write")
     return seal
+
+
+def _changes(path: str) -> bool:
+    """Whether a file may change under its name although the log does not: Lance's hint, and the tags of pins, which come and go."""
+    return path.endswith("latest_version_hint.json") or "/_refs/" in path
 
 
 def _data_files(dataset: Any) -> dict[str, dict[str, Any]]:

@@ -140,6 +140,26 @@ def test_rows_appended_after_a_seal_leave_it_true(filled: Path, fast: Fast) -> N
     assert verify_log(filled).is_clean
 
 
+def test_pin_that_is_made_again_after_a_seal_leaves_it_true(filled: Path) -> None:
+    create_pin(filled, "one")
+    with existing_core(filled) as core:
+        seal_log(core)
+    delete_pin(filled, "one")
+    create_pin(filled, "one")
+    assert verify_log(filled).findings == []
+
+
+def test_pin_whose_tag_was_moved_or_lost_is_told(filled: Path) -> None:
+    pin = create_pin(filled, "one")
+    tags = LogReader.open(filled).newest("segments").tags
+    tags.update("molt-one", 1)
+    assert [text.split(",")[0] for text in verify_pin(filled, "one")] == ["pin=one: its tag on table segments holds version 1"]
+    tags.update("molt-one", pin.versions["segments"])
+    assert verify_pin(filled, "one") == []
+    tags.delete("molt-one")
+    assert "holds version None" in verify_pin(filled, "one")[0]
+
+
 def test_pin_survives_compaction_and_is_checked_by_digest(filled: Path, fast: Fast) -> None:
     pin = create_pin(filled, "before", at=7)
     assert (pin.lsn, pin.next_row["segments"]) == (7, 2)
