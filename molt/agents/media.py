@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from molt.agents.segments import SegmentDraft
-from molt.errors import LineageError
 from molt.log.rows import Medium, Payload
 
 
@@ -16,8 +13,7 @@ def segment_media(draft: SegmentDraft) -> list[Medium] | None:
     media = []
     for placed in draft.images:
         expansion = placed.expansion
-        if not np.array_equal(draft.token_ids[placed.position : placed.end], expansion.token_ids):
-            raise LineageError(f"image {expansion.image.digest} is not whole at tokens {placed.position} to {placed.end}")
+        placed.check_whole(draft.token_ids)
         media += [
             Medium(name=part.name, payload_digest=part.payload_digest, position=placed.position, len=len(expansion.token_ids))
             for part in expansion.parts

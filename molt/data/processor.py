@@ -71,6 +71,12 @@ class PlacedImage:
         """Token after its last."""
         return self.position + len(self.expansion.token_ids)
 
+    def check_whole(self, token_ids: np.ndarray) -> None:
+        """LineageError unless these ids hold its expansion, whole, in its place."""
+        if not np.array_equal(token_ids[self.position : self.end], self.expansion.token_ids):
+            digest = self.expansion.image.digest
+            raise LineageError(f"image {digest} is not whole at tokens {self.position} to {self.end} of {len(token_ids)}")
+
     def moved(self, by: int) -> PlacedImage:
         """The same image that many tokens later."""
         return PlacedImage(expansion=self.expansion, position=self.position + by)
@@ -191,10 +197,7 @@ def contract(token_ids: np.ndarray, placed: Iterable[PlacedImage], placeholder_i
     parts: list[np.ndarray] = []
     begin = 0
     for item in placed:
-        if not np.array_equal(token_ids[item.position : item.end], item.expansion.token_ids):
-            raise LineageError(
-                f"image {item.expansion.image.digest} is not whole at tokens {item.position} to {item.end} of {len(token_ids)}"
-            )
+        item.check_whole(token_ids)
         parts += [token_ids[begin : item.position], np.array([placeholder_id], np.int32)]
         begin = item.end
     return np.concatenate([*parts, token_ids[begin:]]).astype(np.int32)

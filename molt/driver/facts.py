@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
+from molt.admission.decide import GroupVerdict
 from molt.admission.plan import StepPlan
 from molt.admission.recover import OpenMember
 from molt.learn.result import StepResult
 from molt.log.rows import Consumption, Event, event
+
+
+def group_decided(verdict: GroupVerdict, policy_version: int) -> Event:
+    """The event of a group that was admitted, dropped or filtered."""
+    body = {name: value for name, value in asdict(verdict).items() if name not in ("group_id", "decision")}
+    return event("group_decided", group_id=verdict.group_id, policy_version=policy_version, decision=verdict.decision.value, **body)
 
 
 def attempt_lost(member: OpenMember) -> Event:

@@ -16,7 +16,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from molt.admission.capacity import capacity
@@ -27,7 +26,7 @@ from molt.admission.plan import SegmentRow, StepPlan, plan_digest, plan_step, pl
 from molt.admission.recover import EVENT_KINDS, SEGMENT_COLUMNS, OpenMember, Standing, segment_rows, stand
 from molt.config import Config
 from molt.data.prompts import PromptSet
-from molt.driver.facts import attempt_lost, consumption, step_trained
+from molt.driver.facts import attempt_lost, consumption, group_decided, step_trained
 from molt.driver.house import House
 from molt.errors import StalledError
 from molt.learn.result import StepResult
@@ -68,13 +67,14 @@ class Leader:
         self.last_failure = "no failure"
         """What the newest failed rollout said."""
         self._dropped_in_row: list[GroupVerdict] = []
-        self._refused_in_row = self.num_recorded = 0
-        """Steps refused since the newest that was trained, and all that this attempt trained or refused."""
+        self._refused_in_row = 0
+        self.num_recorded = 0
+        """Steps trained or refused by this attempt."""
         self.policy_version = 0
         self.is_draining = False
         """Set to dispatch nothing more."""
         self.is_stopped = False
-        """By hand, before the last step."""
+        """The run was stopped by hand before its last step."""
         self.inbox = Inbox(
             rule=AdmissionRule(
                 max_lag=config.max_lag,
@@ -87,7 +87,8 @@ class Leader:
         self.num_positions = config.train.num_epochs * len(prompts) if config.train.num_steps is None else None
         """Places in the order of prompts that may be dispatched; None is without end."""
         self._segments = self.reader.tail("segments", [*SEGMENT_COLUMNS, "purpose"], after=-1)
-        self._changed, self._wake = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self._wake = asyncio.Event()
         self.evaluated: list[FinishedGroup] = []
         """Finished groups of an evaluation, for whoever waits for them."""
         self.num_groups_to_train = None if config.train.num_steps is None else config.train.num_steps * config.groups_per_step
@@ -160,7 +161,7 @@ class Leader:
         num_ready = len(self.inbox.ready)
         dropped = self.inbox.decide(self.policy_version)
         if dropped:
-            await self.producer.append(events=[self._decided(verdict) for verdict in dropped])
+            await self.producer.append(events=[group_decided(verdict, self.policy_version) for verdict in dropped])
         if len(self.inbox.ready) > num_ready:
             self._dropped_in_row = []
         self._dropped_in_row += dropped
@@ -251,7 +252,7 @@ class Leader:
             if segments:
                 return self._plan(step, segments, verdicts, num_ranks)
             if verdicts:
-                await self.producer.append(events=[self._decided(verdict) for verdict in verdicts])
+                await self.producer.append(events=[group_decided(verdict, self.policy_version) for verdict in verdicts])
             if time.monotonic() - began > limit_s:
                 await self._stalled(limit_s)
             await meanwhile()
@@ -317,7 +318,7 @@ class Leader:
             seed=plan.seed,
             cursor=plan.cursor,
         )
-        self.tell(*(self._decided(verdict) for verdict in verdicts), planned)
+        self.tell(*(group_decided(verdict, self.policy_version) for verdict in verdicts), planned)
 
     def tell(self, *events: Event, consumption: Sequence[Consumption] = ()) -> asyncio.Task[Ack]:
         """Send facts as one message and go on. They are in the log in the order told, the last of them when settled() returns."""
@@ -392,9 +393,3 @@ class Leader:
         self.is_draining = True
         await self.pool.drain(DRAIN_S)
         await self._take_in()
-
-    def _decided(self, verdict: GroupVerdict) -> Event:
-        body = {name: value for name, value in asdict(verdict).items() if name not in ("group_id", "decision")}
-        return event(
-            "group_decided", group_id=verdict.group_id, policy_version=self.policy_version, decision=verdict.decision.value, **body
-        )

@@ -1,4 +1,4 @@
-"""Digests of tensors, computed where they lie: a GPU needs milliseconds for a gigabyte, and nothing of a tensor is held.
+"""Digests of tensors, computed where they lie as they pass: nothing of a tensor is copied to the host or held.
 
     bytes, C order --> words of 32 bits --> pieces of 65,536 words --> two sums each --> blake2b-128 of all sums and the size
 

@@ -37,10 +37,9 @@ class BareEngine:
         work.mkdir(parents=True)
         (work / "calls.json").write_text(json.dumps({"config": config.model_dump_json(), "calls": calls}))
 
-    def launch(self, *, card: int | None = None) -> None:
+    def launch(self) -> None:
         """Begin to start."""
-        env = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
-        self._child = Child([sys.executable, "-m", "tools.device.bare", str(self._folder)], log=self._log, env=env)
+        self._child = Child([sys.executable, "-m", "tools.device.bare", str(self._folder)], log=self._log)
 
     def measure(self, *, limit_s: float) -> dict[str, Any]:
         """What it measured; it is started here where it was not before."""
