@@ -19,12 +19,12 @@ from tools.device.parts import Parts, parser
 
 KINDS = {
     "hf-sdpa": ("hf", "sdpa"),
-    "hf-flex": ("hf", "flex"),
     "automodel-sdpa": ("automodel", "sdpa"),
     "automodel-te": ("automodel", "te"),
+    "hf-flex": ("hf", "flex"),
     "automodel-flex": ("automodel", "flex"),
 }
-"""actor.implementation and fsdp.attn_implementation."""
+"""actor.implementation and fsdp.attn_implementation; flex last, since it compiles for minutes on a cold machine."""
 NUM_TIMED = 5
 LEAK_LIMIT = 1e-3
 """Nats that a row may move when another changes: kernels may cut tiles elsewhere, a leak moves it by a hundred times as much."""

@@ -1,11 +1,12 @@
 """The other side of each ratio: vLLM alone, and a plain FSDP2 loop over the same packed rows, without anything of Molt's loop.
 
-python -m tools.device.bare FOLDER        (vLLM alone on FOLDER/calls.json; one JSON line at the end)
+python -m tools.device.bare FOLDER        (vLLM alone on FOLDER/calls.json, each time that FOLDER/go-N appears, into FOLDER/found-N.json)
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -20,19 +21,20 @@ from tools.device.parts import Child
 PEAK_FLOPS = 989e12
 """Dense bf16 of one H200, by its data sheet."""
 GO_LIMIT_S = 400.0
-"""Longest wait of a started engine for the word to begin."""
+"""Longest wait of a started engine for the word to begin; it ends then."""
 
 Call = tuple[list[int], int]
 """Prompt ids, and how many tokens to sample."""
 
 
 class BareEngine:
-    """vLLM alone in a process of its own: it starts, says so, and waits for the word to begin."""
+    """vLLM alone in a process of its own: it starts, and makes all calls each time it is told to."""
 
     def __init__(self, config: Any, calls: Sequence[Call], *, work: Path, log: Path) -> None:
         self._folder = work
         self._log = log
         self._child: Child | None = None
+        self._num_measured = 0
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         (work / "calls.json").write_text(json.dumps({"config": config.model_dump_json(), "calls": calls}))
@@ -42,12 +44,18 @@ class BareEngine:
         self._child = Child([sys.executable, "-m", "tools.device.bare", str(self._folder)], log=self._log)
 
     def measure(self, *, limit_s: float) -> dict[str, Any]:
-        """What it measured; it is started here where it was not before."""
-        if self._child is None:
-            self.launch()
-        assert self._child is not None, "it was launched"
-        (self._folder / "go").touch()
-        return _last_line(self._child, limit_s)
+        """What it measured this time."""
+        assert self._child is not None, "launch comes first"
+        number, self._num_measured = self._num_measured, self._num_measured + 1
+        (self._folder / f"go-{number}").touch()
+        found, began = self._folder / f"found-{number}.json", time.monotonic()
+        while not found.exists():
+            if self._child.process.poll() is not None:
+                raise RuntimeError(self._child.tail())
+            if time.monotonic() - began > limit_s:
+                raise TimeoutError(f"vLLM alone did not end its calls within {limit_s:g} s")
+            time.sleep(0.05)
+        return json.loads(found.read_text())
 
     def end(self) -> None:
         """End its process where one is left."""
@@ -55,15 +63,8 @@ class BareEngine:
             self._child.end()
 
 
-def _last_line(child: Child, limit_s: float) -> dict[str, Any]:
-    if child.wait(limit_s) != 0:
-        raise RuntimeError(child.tail())
-    # An engine may still complain of its end below the result.
-    return json.loads(next(line for line in reversed(child.log.read_text().splitlines()) if line.startswith("{")))
-
-
-async def engine_alone(folder: Path) -> dict[str, Any]:
-    """Tokens per second of vLLM (or of the embedded engine in a rehearsal) given all calls at once."""
+async def engine_alone(folder: Path) -> None:
+    """Tokens per second of vLLM (or of the embedded engine in a rehearsal) given all calls at once, as often as it is asked."""
     from molt.config import Config
     from molt.rollout.spec import engine_specs
 
@@ -74,19 +75,21 @@ async def engine_alone(folder: Path) -> dict[str, Any]:
     os.environ.update(spec.env)
     generate, stop = await (_embedded(spec) if spec.kind == "embedded" else _vllm(spec))
     try:
-        num_warm = min(len(calls), config.vllm.max_num_seqs)
-        await asyncio.gather(*(generate(f"warm-{i}", calls[i][0], min(32, calls[i][1])) for i in range(num_warm)))
-        began = time.monotonic()
-        while not (folder / "go").exists():
-            if time.monotonic() - began > GO_LIMIT_S:
-                raise TimeoutError(f"no word to begin came within {GO_LIMIT_S:g} s")
-            await asyncio.sleep(0.05)
-        begun = time.perf_counter()
-        counts = await asyncio.gather(*(generate(f"bare-{i}", *call) for i, call in enumerate(calls)))
-        seconds = time.perf_counter() - begun
+        await asyncio.gather(*(generate(f"warm-{i}", *call) for i, call in enumerate(calls[: config.vllm.max_num_seqs])))
+        for number in itertools.count():
+            began = time.monotonic()
+            while not (folder / f"go-{number}").exists():
+                if time.monotonic() - began > GO_LIMIT_S:
+                    return
+                await asyncio.sleep(0.05)
+            begun = time.perf_counter()
+            counts = await asyncio.gather(*(generate(f"bare-{number}-{i}", *call) for i, call in enumerate(calls)))
+            seconds = time.perf_counter() - begun
+            found = {"tokens_per_s": sum(counts) / seconds, "n_sampled": sum(counts), "num_calls": len(calls)}
+            (folder / "found.partial").write_text(json.dumps(found))
+            os.replace(folder / "found.partial", folder / f"found-{number}.json")
     finally:
         await stop()
-    return {"tokens_per_s": sum(counts) / seconds, "n_sampled": sum(counts), "num_calls": len(calls)}
 
 
 async def _vllm(spec: Any) -> tuple[Any, Any]:
@@ -230,4 +233,4 @@ def compare_heads(vocab_size: int, *, num_tokens: int = 8192, hidden_size: int =
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(asyncio.run(engine_alone(Path(sys.argv[1])))), flush=True)
+    asyncio.run(engine_alone(Path(sys.argv[1])))

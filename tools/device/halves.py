@@ -17,7 +17,6 @@ import gc
 import itertools
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,17 @@ from typing import Any
 import numpy as np
 
 from tools.device.bare import BareEngine, bare_steps, compare_heads
+from tools.device.made import PROMPT, made_plan, made_segment
 from tools.device.parts import ROOT, Parts, flags, parser
 from tools.device.world import World, make_world
 
 VOCAB_SIZE = 151_936
 WARM_STEPS = 3
 """Steps at the start that do not count."""
-PROMPT = 46
-"""Tokens of a prompt of the made rows: the mean of the questions that the rollouts get."""
 WAVES = 3
 """Times that the engine is filled."""
+TURNS = 2
+"""Times that both sides of the rollouts are measured, one after the other."""
 
 
 def main() -> int:
@@ -43,7 +43,6 @@ def main() -> int:
     made.add_argument("half", choices=["training", "rollouts"])
     made.add_argument("--tokens", type=int, default=384, help="length of each answer")
     made.add_argument("--steps", type=int, default=8, help="steps that count")
-    made.add_argument("--tokenizer", type=Path, default=None, help="folder of a tokenizer; SmolLM2's, from the kit, when absent")
     arguments = made.parse_args()
     half = Training(arguments) if arguments.half == "training" else Rollouts(arguments)
     half.run()
@@ -112,42 +111,13 @@ class Training(Half):
         generator = np.random.default_rng(0)
         producer = Producer(self.writer, "made")
         per_step, num_steps = (8, 4) if self.is_small else (128, WARM_STEPS + self.arguments.steps)
+        kind = {"vocab_size": self.vocab_size, "n_sampled": self.n_sampled, "group_size": self.group_size}
         self.plans = []
         for step in range(num_steps):
-            segments = [self._segment(generator, step * per_step + number) for number in range(per_step)]
+            segments = [made_segment(generator, step * per_step + number, **kind) for number in range(per_step)]
             producer.append_sync(segments=segments)
-            self.plans.append(self._plan(segments, step))
+            self.plans.append(made_plan(segments, step, num_ranks=1, micro_batch_tokens=self.config.train.micro_batch_tokens))
         facts |= {"num_steps": num_steps, "rows_per_step": per_step, "tokens_per_row": PROMPT + self.n_sampled}
-
-    def _segment(self, generator: np.random.Generator, number: int) -> Any:
-        from molt.log.rows import Segment, Span, TokenSource
-
-        group, member = divmod(number, self.group_size)
-        logprobs = np.full(PROMPT + self.n_sampled, np.nan, np.float32)
-        logprobs[PROMPT:] = generator.normal(-np.log(self.vocab_size), 0.1, self.n_sampled)
-        sampled = Span(len=self.n_sampled, source=TokenSource.POLICY, trainable=True, policy_version=0, kv_version=0)
-        return Segment(
-            rollout_id=f"e0-p{group}/{member}/0", group_id=f"e0-p{group}", segment_index=0, num_segments=1, member=member,
-            group_size=self.group_size, prompt_id=str(group), prompt_index=group, epoch=0,
-            token_ids=generator.integers(0, self.vocab_size, len(logprobs)).astype(np.int32), behaviour_logprobs=logprobs,
-            spans=[Span(len=PROMPT, source=TokenSource.USER), sampled], reward=float(number % 2), is_terminated=True, is_truncated=False,
-            stop_reason="terminated", temperature=1.0, engine="made", tokenizer_digest="", template_digest="", started_at=0.0,
-            finished_at=0.0,
-        )  # fmt: skip
-
-    def _plan(self, segments: Sequence[Any], step: int) -> Any:
-        from molt.admission.plan import SegmentRow, plan_step
-
-        rows = [
-            SegmentRow(
-                segment_id=item.segment_id, rollout_id=item.rollout_id, group_id=item.group_id, prompt_index=item.prompt_index, lsn=0,
-                n_tokens=item.n_tokens, n_sampled=item.n_sampled, version_min=0, version_max=0, reward=item.reward, outcome=None,
-                is_truncated=False,
-            )
-            for item in segments
-        ]  # fmt: skip
-        tokens = self.config.train.micro_batch_tokens
-        return plan_step(rows, step=step, policy_version=0, seed=step, num_ranks=1, micro_batch_tokens=tokens, cursor=0)
 
     def steps(self, facts: dict[str, Any]) -> None:
         """Rows read ahead from the log, scored, gated, learned from; scores and gate decisions into the log."""
@@ -219,10 +189,10 @@ class Rollouts(Half):
             return
         with asyncio.Runner() as runner:
             try:
-                if run("start", lambda facts: runner.run(self.start(facts, stack)), needs_s=90 if not self.is_small else 20):
-                    run("alone", self.alone)
-                    for name in ("pool", "pool_again"):
-                        run(name, lambda facts, name=name: runner.run(self.pool(facts, name)), needs_s=20)
+                if run("start", lambda facts: runner.run(self.start(facts, stack)), needs_s=20 if self.is_small else 90):
+                    for turn in range(TURNS):
+                        run(f"alone_{turn}", self.alone, needs_s=20)
+                        run(f"pool_{turn}", lambda facts, turn=turn: runner.run(self.pool(facts, f"pool{turn}")), needs_s=20)
                     run("ratios", self.ratios)
             finally:
                 self.bare.end()
@@ -293,7 +263,7 @@ class Rollouts(Half):
         """The same calls through workers, agent and log."""
         began = time.monotonic()
         n_sampled = await self._roll_out(len(self.prompts), name)
-        facts |= {"tokens_per_s": n_sampled / (time.monotonic() - began), "n_sampled": n_sampled, "rollout_s": time.monotonic() - began}
+        facts |= {"tokens_per_s": n_sampled / (time.monotonic() - began), "n_sampled": n_sampled}
 
     async def _roll_out(self, num_groups: int, name: str) -> int:
         """Groups at once; tokens sampled when all are in the log."""
@@ -311,12 +281,12 @@ class Rollouts(Half):
         return sum(done.n_sampled for group in groups for done in group.done)
 
     def ratios(self, facts: dict[str, Any]) -> None:
-        """What was to be shown."""
-        alone = self.parts.facts["alone"]["tokens_per_s"]
+        """What was to be shown: by turns, and of the means."""
+        pairs = [[self.parts.facts[f"{side}_{turn}"].get("tokens_per_s") for side in ("pool", "alone")] for turn in range(TURNS)]
+        whole = [(pool, alone) for pool, alone in pairs if pool and alone]
         facts |= {
-            f"{name}_to_alone": found["tokens_per_s"] / alone
-            for name in ("pool", "pool_again")
-            if "tokens_per_s" in (found := self.parts.facts[name])
+            "by_turns": [pool / alone for pool, alone in whole],
+            "rollouts_to_alone": sum(pool for pool, _ in whole) / sum(alone for _, alone in whole),
         }
 
 

@@ -69,7 +69,7 @@ def main() -> int:
     run_dirs: dict[str, Path] = {}
 
     def world(facts: dict[str, Any]) -> None:
-        held["world"] = make_world(arguments.work, small=small, facts=facts)
+        held["world"] = make_world(arguments.work, small=small, tokenizer=arguments.tokenizer, facts=facts)
 
     def run(kind: str, facts: dict[str, Any]) -> None:
         run_dir = arguments.work / "runs" / f"images-{kind}-{stamp}"
@@ -183,7 +183,7 @@ def shown(run_dir: Path) -> dict[str, Any]:
     return {**dict(zip(names, rows, strict=True)), "ends": ends, "payloads": kept, "caches_dropped": caches}
 
 
-def make_world(work: Path, *, small: bool, facts: dict[str, Any]) -> Pictures:
+def make_world(work: Path, *, small: bool, tokenizer: Path | None, facts: dict[str, Any]) -> Pictures:
     """The model and its pictures, made where they are not there yet."""
     from molt.data.tiny_vision import make_pictures, make_vision_model
 
@@ -191,7 +191,7 @@ def make_world(work: Path, *, small: bool, facts: dict[str, Any]) -> Pictures:
     if small and not (model / "config.json").is_file():
         make_vision_model(model, num_tiles=2, spread=0.1)
     elif not small:
-        make_smolvlm(model, tokenizer=find_tokenizer(work, facts))
+        make_smolvlm(model, tokenizer=tokenizer or find_tokenizer(work, facts))
     shapes = work / "shapes"
     if not (shapes / "prompts.jsonl").is_file():
         make_pictures(shapes, num_prompts=64, num_pixels=48 if small else 512)

@@ -1,11 +1,12 @@
 """One mixture of experts in several layouts of trainer ranks, routes replayed, engines beside it: parity, speed, memory, refits, the log.
 
-python -m tools.device.layouts --limit-s 420 [--gpus 2|4|8] [--rehearse]
+python -m tools.device.layouts --limit-s 540 [--gpus 2|4|8] [--only ep2 tp2] [--made] [--rehearse]
 
 2 GPUs   a run with experts over both cards (ep2) and an engine on one of them; then its recorded steps by one rank, tp2 and cp2
 4 GPUs   runs of 20 steps with ep2, tp2 and cp2 on two cards, an engine of two on the others; then recorded steps again, by one rank too
 8 GPUs   the same with ep4, ep2 x cp2 and tp2 x cp2 on four cards, two engines of two on the others
 
+With --made, no engine starts: the layouts train rows and routes that the program made.
 A recorded step is trained again from the log by another layout: same rows, same routes, so loss and gradient norm must be the same.
 """
 
@@ -20,9 +21,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tools.device.made import made_plan, made_routes, made_segment
 from tools.device.models import make_moe_model
 from tools.device.parts import ROOT, Child, Parts, flags, molt, parser
 from tools.device.readings import events_of, gaps, interval, steps_of
@@ -44,6 +49,8 @@ TOLERANCE = {"float32": {"loss": 1e-5, "grad_norm": 1e-4}, "bfloat16": {"loss": 
 """A layout against one rank: |loss| apart, and grad_norm apart as a share. Kernels and the order of sums differ; in bf16 that shows."""
 NUM_AGAIN = 4
 """Recorded steps that other layouts train."""
+AGAIN_S = 45
+"""What ranks take to start in another layout and to train the recorded steps, with some to spare."""
 SKIPPED = 2
 """Steps at the start of a run that warm up and do not count."""
 
@@ -52,12 +59,18 @@ def main() -> int:
     """All parts; 0 when none failed."""
     made = parser(__doc__)
     made.add_argument("--gpus", type=int, choices=[2, 4, 8], default=None, help="as many as there are, when absent")
+    made.add_argument("--only", nargs="+", default=None, help="layouts, by name: a cold start and 20 steps may take a command of their own")
+    made.add_argument("--made", action="store_true", help="no engine and no run: every layout trains the same made rows and routes")
     made.add_argument("--steps", type=int, default=None, help="of each run; 20, or 8 on two GPUs, when absent")
     layouts = Layouts(made.parse_args())
     parts = layouts.parts
     if parts.run("world", layouts.make_world):
-        recorded = layouts.record()
-        if recorded is not None:
+        recorded = None
+        if layouts.is_made:
+            parts.run("rows", layouts.make_rows)
+        else:
+            recorded = layouts.record()
+        if layouts.plans:
             for name in ("alone", *layouts.layouts):
                 if name != recorded:
                     parts.run(f"again: {name}", lambda facts, name=name: asyncio.run(layouts.again(name, facts)), needs_s=35)
@@ -77,25 +90,36 @@ class Layouts:
         self.num_gpus: int = arguments.gpus or _num_gpus() or 2
         self.is_apart = self.num_gpus > 2
         self.num_ranks = self.num_gpus // 2 if self.is_apart else 2
-        self.layouts = LAYOUTS[self.num_ranks]
+        known = LAYOUTS[self.num_ranks]
+        self.layouts = {name: known[name] for name in arguments.only or known}
         self.num_steps: int = arguments.steps or (4 if self.is_small else 20 if self.is_apart else 8)
         self.parts = Parts("layouts", arguments.out, work=arguments.work, limit_s=arguments.limit_s)
         self.stamp = time.strftime("%H%M%S")
         self.world: World | None = None
         self.model = Path()
+        self.is_made: bool = arguments.made
         self.recorded = Path()
+        """Folder of the log whose steps are trained again."""
+        self.config: Any = None
+        self.plans: list[Any] = []
 
     def make_world(self, facts: dict[str, Any]) -> None:
         """Prompts, and a random mixture with the tokenizer of a small model."""
-        self.world = make_world(self.work, is_rehearsal=self.is_small)
-        sizes = SIZES[0 if self.is_small else self.num_gpus]
-        folder = self.work / f"layouts-moe-{0 if self.is_small else self.num_gpus}"
+        self.world = make_world(self.work, is_rehearsal=self.is_small, tokenizer=self.arguments.tokenizer)
+        sizes, folder = SIZES[self._size], self.work / f"layouts-moe-{self._size}"
         self.model = make_moe_model(folder, tokenizer=self.world.model, dtype="float32" if self.is_small else "bfloat16", **sizes)
         size = sum(file.stat().st_size for file in self.model.glob("*.safetensors"))
         facts |= {"model": str(self.model), **sizes, "parameters": size // (4 if self.is_small else 2), "gpus": self.num_gpus}
 
+    @property
+    def _size(self) -> int:
+        return 0 if self.is_small else self.num_gpus
+
     def record(self) -> str | None:
         """Runs that roll out and train: one on two GPUs, one for each layout on more. The name of the first that went well."""
+        from molt.cli.programs import load_program
+        from molt.log.reader import LogReader
+
         first = None
         for name in self.layouts:
             needs_s = 30.0 if self.is_small else 100.0
@@ -105,7 +129,40 @@ class Layouts:
                 first = first or name
         if first is not None:
             self.recorded = self.work / "runs" / self._run_name(first)
+            record = load_program("replay").read_record(LogReader.open(self.recorded))
+            self.config, self.plans = record["config"], [plan for plan, _ in record["plans"][:NUM_AGAIN]]
         return first
+
+    def make_rows(self, facts: dict[str, Any]) -> None:
+        """A log of rollouts that no engine made, each with its routes, and plans over them."""
+        from molt.log.producer import Producer
+        from molt.log.rows import Payload
+        from molt.log.writer import LogWriter
+        from molt.settings import resolve
+
+        self.config = resolve([], tuple(flags(self.settings("alone"))))
+        self.recorded = self.work / f"rows-{self.stamp}"
+        generator = np.random.default_rng(0)
+        shape = {name: SIZES[self._size][name] for name in ("num_layers", "num_experts", "top_k")}
+        config = self.config
+        kind = {
+            "vocab_size": json.loads((self.model / "config.json").read_text())["vocab_size"],
+            "n_sampled": config.rollout.max_new_tokens,
+        }
+        plans, size = [], config.train.batch_size
+        with LogWriter.open(self.recorded, run=self.recorded.name, attempt=1, store="process") as writer:
+            producer = Producer(writer, "made")
+            for step in range(NUM_AGAIN):
+                segments, payloads = [], []
+                for number in range(step * size, (step + 1) * size):
+                    segment = made_segment(generator, number, group_size=config.rollout.n_samples_per_prompt, **kind)
+                    routing = Payload.of_array("routing", made_routes(generator, segment.n_tokens, **shape))
+                    segments.append(replace(segment, routing_digest=routing.payload_digest))
+                    payloads.append(routing)
+                producer.append_sync(segments=segments, payloads=payloads)
+                plans.append(made_plan(segments, step, num_ranks=1, micro_batch_tokens=config.train.micro_batch_tokens))
+        self.plans = plans
+        facts |= {"num_steps": len(plans), "num_rows": size, "num_tokens": sum(row.n_tokens for plan in plans for row in plan.segments)}
 
     def _run_name(self, layout: str) -> str:
         return f"layouts-{layout.replace(' ', '')}-{self.stamp}"
@@ -161,7 +218,7 @@ class Layouts:
         """A run of its own."""
         child = Child(molt("train", *flags(self.settings(layout))), log=self.parts.logs / f"layouts-{layout.replace(' ', '')}.log")
         with _memory(facts):
-            facts["exit_code"] = child.wait(min(self.parts.left_s - 20, 60 + 6 * self.num_steps if self.is_apart else 230))
+            facts["exit_code"] = child.wait(self.parts.left_s - (20 if self.is_apart else AGAIN_S * len(self.layouts)))
         facts["wall_s"] = round(time.monotonic() - child.began, 1)
         run_dir = self.work / "runs" / self._run_name(layout)
         steps = steps_of(run_dir)
@@ -187,18 +244,15 @@ class Layouts:
     async def again(self, layout: str, facts: dict[str, Any]) -> None:
         """The first recorded steps in this layout, on a copy of the log."""
         from molt.admission.plan import plan_step
-        from molt.cli.programs import load_program
         from molt.config import Config
         from molt.driver.house import ray_session
         from molt.learn.ranks import RankGroup
         from molt.log.actor import start_log_actor, stop_log_actor
-        from molt.log.reader import LogReader
 
         copy = self.work / "copies" / f"{self.recorded.name}-{layout.replace(' ', '')}"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(self.recorded / "log", copy / "log")
-        record = load_program("replay").read_record(LogReader.open(copy))
-        flat = record["config"].model_dump()
+        flat = self.config.model_dump()
         fsdp = self.fsdp(layout)
         flat["fsdp"] |= {"tp_size": 1, "cp_size": 1, "ep_size": 1} | fsdp
         flat["actor"]["implementation"] = "automodel" if "ep_size" in fsdp else "hf"
@@ -207,9 +261,9 @@ class Layouts:
         found = []
         with ray_session(config), _memory(facts):
             log = start_log_actor(copy, run=self.recorded.name, attempt=8, store=config.log.store)
-            ranks = await RankGroup.start(config, run_dir=copy, run=self.recorded.name, attempt=8, log=log, num_steps=record["num_steps"])
+            ranks = await RankGroup.start(config, run_dir=copy, run=self.recorded.name, attempt=8, log=log, num_steps=self.num_steps)
             try:
-                for old, _ in record["plans"][:NUM_AGAIN]:
+                for old in self.plans:
                     plan = plan_step(
                         list(old.segments),
                         step=old.step,
@@ -237,10 +291,11 @@ class Layouts:
         facts["tolerance"] = tolerance
         one = self.parts.facts["again: alone"]["steps"]
         sides = {name.removeprefix("again: "): known["steps"] for name, known in self.parts.facts.items() if "steps" in known}
-        sides["recorded"] = [
-            {"loss": body["loss"], "grad_norm": body["grad_norm"], "batch": body["batch_digest"]}
-            for body in events_of(self.recorded, "step_trained")[:NUM_AGAIN]
-        ]
+        if not self.is_made:
+            sides["recorded"] = [
+                {"loss": body["loss"], "grad_norm": body["grad_norm"], "batch": body["batch_digest"]}
+                for body in events_of(self.recorded, "step_trained")[:NUM_AGAIN]
+            ]
         wrong = []
         for name, steps in sides.items():
             apart = {

@@ -24,6 +24,10 @@ from molt import machine
 ROOT = Path(__file__).resolve().parents[2]
 
 
+PLACES = ("--work", "--out", "--tokenizer")
+"""Flags that name a folder of the machine."""
+
+
 class Parts:
     """The parts of one program. Each fills a dict of facts; an error in one is noted and the next goes on."""
 
@@ -94,9 +98,9 @@ def without_places(words: Sequence[str]) -> list[str]:
     """A command line without the folders that it was told."""
     kept, is_place = [], False
     for word in words:
-        if not is_place and word not in ("--work", "--out"):
+        if not is_place and word not in PLACES:
             kept.append(word)
-        is_place = word in ("--work", "--out")
+        is_place = word in PLACES
     return kept
 
 
@@ -180,5 +184,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--limit-s", type=float, default=480.0, help="total time")
     made.add_argument("--rehearse", action="store_true", help="tiny model, CPU, few steps")
     made.add_argument("--engine", choices=["vllm", "embedded"], default=None, help="vllm on a GPU, embedded in a rehearsal, when absent")
+    made.add_argument(
+        "--tokenizer", type=Path, default=None, help="folder of a tokenizer and its config.json; SmolLM2's, from the kit, when absent"
+    )
     made.add_argument("--ipc", action="store_true", help="refits over CUDA handles instead of a file")
     return made
