@@ -26,7 +26,7 @@ from molt.algo.reward import shape_rewards
 from molt.config import Config
 from molt.errors import LineageError, NonFiniteError
 from molt.learn import exchange, tally
-from molt.learn.beside import Beside, is_distilled, needs_critic, needs_frozen
+from molt.learn.beside import Beside, is_distilled, needs_critic, needs_frozen, vocab_size
 from molt.learn.journal import Journal, Outgoing, Write
 from molt.learn.policy import Policy, Update
 from molt.learn.result import RecordedStep, Refusal, RefusalReason, StepResult
@@ -138,7 +138,7 @@ class PolicyRank:
         found: Refusal | None = None
         try:
             for place, row in rows.items():
-                check_lineage(plan.segments[place], row, is_corrected=is_corrected)
+                check_lineage(plan.segments[place], row, is_corrected=is_corrected, vocab_size=vocab_size(self.policy.scorer))
                 if self.routes is not None and row.routes is not None:
                     self.routes.check(row.routes, f"segment {row.segment_id}")
                 if row.images is not None:

@@ -61,13 +61,14 @@ class MicroBatch:
         return not self.places
 
 
-def check_lineage(planned: SegmentRow, row: Row, *, is_corrected: bool) -> None:
+def check_lineage(planned: SegmentRow, row: Row, *, is_corrected: bool, vocab_size: int) -> None:
     """Refuse a row that differs from its plan or whose trainable tokens lack what training needs. LineageError names the token."""
     if len(row.token_ids) != planned.n_tokens or int(row.is_sampled.sum()) != planned.n_sampled:
         raise LineageError(
             f"segment {row.segment_id}: {len(row.token_ids)} tokens, {int(row.is_sampled.sum())} sampled; "
             f"the plan says {planned.n_tokens} and {planned.n_sampled}"
         )
+    _refuse_first(row, (row.token_ids < 0) | (row.token_ids >= vocab_size), f"the model knows ids below {vocab_size}; another one wrote it")
     if len(row.is_sampled) and row.is_sampled[0]:
         raise LineageError(f"segment {row.segment_id}: token 0 counts as sampled, but nothing precedes it")
     _refuse_first(row, row.is_trainable & ~row.is_sampled, "it is trainable but the policy did not sample it")

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from molt.errors import LogError, SettingError
 from molt.log.batch import one_batch
@@ -30,13 +31,15 @@ class Family(StrEnum):
     ROUTING = "routing"
     """Payloads of kind routing."""
     PAYLOADS = "payloads"
-    """All payloads; like those of routing, none that the trainer still needs."""
+    """All payloads; like those of routing, none that a resumed run may need."""
     SCORES = "scores"
     """Per-token lists of scores."""
     TOKENS = "tokens"
     """Token ids and log-probs of segments."""
 
 
+_NUM_CHECKPOINTS = 2
+"""Newest checkpoints that a profile leaves something to resume from: the newest may turn out damaged."""
 _TABLE = {Family.ROUTING: "payloads", Family.PAYLOADS: "payloads", Family.SCORES: "scores", Family.TOKENS: "segments"}
 HEAVY = {
     "payloads": ("data",),
@@ -57,19 +60,20 @@ class Emptied:
     """Pins and readers whose versions still hold the content; it is gone when they are."""
 
 
-def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str) -> Emptied:
-    """Empty the rows of a family before an lsn. Tokens only up to what the trainer has taken in, and no payload that a segment after
-    that names: an image is stored once, however often it is shown."""
+def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str, num_checkpoints: int = 1) -> Emptied:
+    """Empty the rows of a family before an lsn. Tokens only before the first that a run may train which resumes from one of its newest
+    num_checkpoints checkpoints, and no payload that a segment from there on names: an image is stored once, however often it is shown."""
     where = f"lsn < {before_lsn}"
     if family is Family.ROUTING:
         where += " and kind = 'routing'"
-    if _TABLE[family] == "payloads" and (needed := _needed(core)):
+    if _TABLE[family] == "payloads" and (needed := _needed(core, num_checkpoints)):
         where += f" and payload_digest not in ({_quoted(sorted(needed))})"
     if family is Family.TOKENS:
-        taken_in = _taken_in(core)
-        if before_lsn > taken_in + 1:
+        first = _first_needed(core, num_checkpoints)
+        if before_lsn > first:
             raise SettingError(
-                f"before_lsn={before_lsn}: the trainer has taken in rows up to lsn {taken_in}; tokens after it are still needed"
+                f"before_lsn={before_lsn}: a resumed run may train the segment at lsn {first}, whose group was neither dropped nor trained "
+                f"before its last checkpoint; give at most {first}"
             )
     return _empty(core, _TABLE[family], where, family=str(family), reason=reason, rollout_id=None)
 
@@ -99,21 +103,33 @@ def apply_retention(core: LogCore, *, is_beginning: bool = False) -> list[Emptie
             continue
         before = full[len(full) - most]
         if family is Family.TOKENS:
-            before = min(before, _taken_in(core) + 1)
-        done.append(drop_family(core, family, before_lsn=before, reason=f"the profile {core.store.name} keeps {most} rows"))
+            before = min(before, _first_needed(core, _NUM_CHECKPOINTS))
+        reason = f"the profile {core.store.name} keeps {most} rows"
+        done.append(drop_family(core, family, before_lsn=before, reason=reason, num_checkpoints=_NUM_CHECKPOINTS))
     return done
 
 
-def _taken_in(core: LogCore) -> int:
-    """Largest lsn of segments that the trainer has taken in."""
-    cursor = core.tables["consumption"].dataset.to_table(columns=["cursor"])["cursor"]
-    return int(max(cursor.to_pylist(), default=-1))
+def _first_needed(core: LogCore, num_checkpoints: int) -> int:
+    """lsn of the first segment whose group was neither dropped nor trained before the oldest of the newest checkpoints, so many as
+    given; past the last row where there is none. Without that many checkpoints a run may begin again, and needs all that it trained."""
+    facts = core.tables["events"].dataset.to_table(columns=["kind", "body"], filter="kind in ('checkpoint_saved', 'group_decided')")
+    bodies = [(kind, orjson.loads(body)) for kind, body in zip(facts["kind"].to_pylist(), facts["body"].to_pylist(), strict=True)]
+    saved = sorted({body["step"] for kind, body in bodies if kind == "checkpoint_saved"})
+    step = saved[-num_checkpoints] if len(saved) >= num_checkpoints else 0
+    used = core.tables["consumption"].dataset.to_table(columns=["group_id", "step"])
+    is_before = pc.less(used["step"], step)
+    done = {body["group_id"] for kind, body in bodies if kind == "group_decided" and body["decision"] != "admitted"}
+    done |= set(used["group_id"].filter(is_before).to_pylist())
+    done -= set(used["group_id"].filter(pc.invert(is_before)).to_pylist())
+    segments = core.tables["segments"].dataset.to_table(columns=["lsn", "group_id"], filter="purpose <> 'eval'")
+    is_needed = pc.invert(pc.is_in(segments["group_id"], pa.array(list(done), pa.string())))
+    return min(segments["lsn"].filter(is_needed).to_pylist(), default=core.state.lsn_end + 1)
 
 
-def _needed(core: LogCore) -> set[str]:
-    """Payloads of segments that the trainer has not taken in."""
-    later = core.tables["segments"].dataset.to_table(columns=list(_NAMING), filter=f"{_NAMES_ANY} and lsn > {_taken_in(core)}")
-    return _named_by(later)
+def _needed(core: LogCore, num_checkpoints: int) -> set[str]:
+    """Payloads of segments that a resumed run may train."""
+    where = f"{_NAMES_ANY} and lsn >= {_first_needed(core, num_checkpoints)}"
+    return _named_by(core.tables["segments"].dataset.to_table(columns=list(_NAMING), filter=where))
 
 
 def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Emptied]:

@@ -64,11 +64,12 @@ class RetentionSettings(Room):
     routing_rows: int | None = Field(None, gt=0)
     """Payloads of kind routing."""
     payload_rows: int | None = Field(None, gt=0)
-    """All payloads; images go when an attempt begins. Never those that a segment names which the trainer has not taken in."""
+    """All payloads; images go when an attempt begins. Never those that a segment names which a resumed run may train."""
     score_rows: int | None = Field(None, gt=0)
     """Per-token lists of scores."""
     token_rows: int | None = Field(None, gt=0)
-    """Tokens and log-probs of segments; never those that the trainer has not taken in."""
+    """Tokens and log-probs of segments; never those that a resumed run may train: of groups neither dropped nor trained before the second
+    newest checkpoint, so that ckpt.save_interval says how much is kept at the least."""
 
     @model_validator(mode="after")
     def _heavy_first(self) -> RetentionSettings:

@@ -13,7 +13,7 @@ import torch
 from molt.errors import LogError
 from molt.learn.journal import Outgoing, Write
 from molt.learn.result import RefusalReason
-from tests.learn.tiny import make_config, make_plan, make_rank, make_rows
+from tests.learn.tiny import VOCAB, make_config, make_plan, make_rank, make_rows
 
 
 def weights_of(rank) -> dict[str, torch.Tensor]:
@@ -69,6 +69,18 @@ def test_missing_logprob_of_a_trainable_token_refuses_the_step(model: Path) -> N
     assert result.refused is not None and result.refused.reason is RefusalReason.LINEAGE
     assert rows[2].segment_id in result.refused.error and "token 4" in result.refused.error
     assert all(torch.equal(before[name], now) for name, now in weights_of(rank).items())
+
+
+@pytest.mark.parametrize("stray", [-1, VOCAB, 2**31 - 1])
+def test_id_that_the_model_does_not_know_refuses_the_step(model: Path, stray: int) -> None:
+    """A log of another model. A GPU would end the process at such an id, and a sharded embedding takes it without a word."""
+    rows = make_rows(4)
+    ids = rows[1].token_ids.copy()
+    ids[0] = stray
+    rows[1] = replace(rows[1], token_ids=ids)
+    refused = make_rank(make_config(model), rows).train(make_plan(rows)).refused
+    assert refused is not None and refused.reason is RefusalReason.LINEAGE
+    assert f"{rows[1].segment_id}, token 0 (id {stray})" in refused.error and f"below {VOCAB}" in refused.error
 
 
 def test_everyone_who_asks_hears_why_a_step_did_not_reach_the_log() -> None:

@@ -19,7 +19,7 @@ from molt.log.pin import create_pin, delete_pin, list_pins, verify_pin
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.retention import Family, drop_family, redact_rollout
-from molt.log.rows import Consumption, Payload, Score
+from molt.log.rows import Consumption, Event, Payload, Score, event
 from molt.log.seal import read_seal, seal_log
 from molt.log.store import RetentionSettings, Store
 from molt.log.tombstone import runs_of
@@ -199,16 +199,50 @@ def test_dropped_scores_leave_every_sum(filled: Path) -> None:
     assert report.num_emptied == 2
 
 
-def test_tokens_that_the_trainer_has_not_taken_in_are_kept(filled: Path) -> None:
+def checkpoint(step: int) -> Event:
+    return event("checkpoint_saved", step=step, policy_version=step, path=f"checkpoints/{step}", weights_digest="d", cursor=-1, lsn_end=0)
+
+
+def test_tokens_that_a_resumed_run_may_train_are_kept(filled: Path) -> None:
+    """Group N was trained at step N; its segment has lsn 4 N + 1. A checkpoint after three steps needs none of the first three groups."""
+    with existing_core(filled) as core, pytest.raises(SettingError, match=r"before_lsn=2: .* at lsn 1, .*give at most 1"):
+        drop_family(core, Family.TOKENS, before_lsn=2, reason="age")
+    with LogWriter.open(filled, run="run", attempt=1, store="process") as writer:
+        Producer(writer, "q").append_sync(events=[checkpoint(2), checkpoint(3)])
     with existing_core(filled) as core:
-        with pytest.raises(SettingError, match="up to lsn 13"):
-            drop_family(core, Family.TOKENS, before_lsn=15, reason="age")
-        assert drop_family(core, Family.TOKENS, before_lsn=14, reason="age").num_rows == 4
-        assert drop_family(core, Family.TOKENS, before_lsn=14, reason="again").num_rows == 0
+        with pytest.raises(SettingError, match="at lsn 9"):
+            drop_family(core, Family.TOKENS, before_lsn=13, reason="age", num_checkpoints=2)
+        with pytest.raises(SettingError, match="at lsn 13"):
+            drop_family(core, Family.TOKENS, before_lsn=14, reason="age")
+        assert drop_family(core, Family.ROUTING, before_lsn=20, reason="age").num_rows == 3
+        assert drop_family(core, Family.TOKENS, before_lsn=13, reason="age").num_rows == 3
+        assert drop_family(core, Family.TOKENS, before_lsn=13, reason="again").num_rows == 0
     with pytest.raises(LogError, match="taken out of the log"):
         LogReader.open(filled).cut().segments([segment_id(0)])
+    assert len(LogReader.open(filled).cut().segments([segment_id(3)])) == 1
     assert LogReader.open(filled).cut().table("segments", ["n_tokens"])["n_tokens"].to_pylist() == [5, 5, 5, 5]
     assert verify_log(filled).is_clean
+
+
+@pytest.mark.parametrize(("decision", "num_gone"), [("admitted", 1), ("stale", 3)])
+def test_ready_group_that_no_step_took_yet_is_kept_though_the_trainer_is_past_it(
+    run_dir: Path, fast: Fast, decision: str, num_gone: int
+) -> None:
+    """Group 1 waits while groups 0 and 2 were trained: the cursor, largest lsn seen, is past it. Dropped as stale it is needed no more."""
+    decided = event("group_decided", group_id="e0-p1", decision=decision, reason="r", num_rollouts=1, num_failed=0, n_sampled=3)
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        producer = Producer(writer, "p")
+        segments = [make_segment(index) for index in range(3)]
+        lsn_end = producer.append_sync(segments=segments).lsn_end
+        producer.append_sync(consumption=[make_consumption(index, cursor=lsn_end) for index in (0, 2)])
+        producer.append_sync(events=[decided, checkpoint(3)])
+    with existing_core(run_dir) as core:
+        last = lsn_end + 1
+        if decision == "admitted":
+            with pytest.raises(SettingError, match="at lsn 1"):
+                drop_family(core, Family.TOKENS, before_lsn=last, reason="age")
+            last = 1
+        assert drop_family(core, Family.TOKENS, before_lsn=last, reason="age").num_rows == num_gone
 
 
 def test_redacted_rollout_is_gone_from_every_byte(filled: Path) -> None:
@@ -413,7 +447,7 @@ def test_image_that_untrained_rows_show_is_kept_and_an_emptied_one_comes_in_agai
     with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
         producer = Producer(writer, "p")
         ack = producer.append_sync(segments=[make_image_segment(0, first.payload_digest)], payloads=[first])
-        producer.append_sync(consumption=[make_consumption(0, cursor=ack.lsn_end)])
+        producer.append_sync(consumption=[make_consumption(0, cursor=ack.lsn_end)], events=[checkpoint(1)])
         producer.append_sync(segments=[make_image_segment(1, second.payload_digest)], payloads=[second])
     with existing_core(run_dir) as core:
         assert drop_family(core, Family.PAYLOADS, before_lsn=100, reason="age").num_rows == 1
@@ -461,6 +495,7 @@ def test_profile_keeps_only_the_newest_heavy_rows(run_dir: Path, fast: Fast) -> 
                 payloads=[payload],
                 scores=[make_score(index)],
                 consumption=[make_consumption(index, cursor=4 * index)],
+                events=[checkpoint(index + 1)],
             )
     cut = LogReader.open(run_dir).cut()
     held = [len(tokens) > 0 for tokens in cut.table("segments", ["token_ids"])["token_ids"].to_pylist()]
