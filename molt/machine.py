@@ -73,7 +73,7 @@ def gpus() -> list[str]:
 
 
 def code_digest(*further: Path) -> str:
-    """blake2b-128 hex over the names and bytes of Molt's source files and of the further files (agent, pipeline)."""
+    """blake2b-128 hex over the names and bytes of Molt's source files and of the further files."""
     root = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=16)
     for path in [*sorted(root.rglob("*.py")), *further]:

@@ -5,23 +5,41 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from molt import machine
+from molt.agents.load import load_agent
 from molt.config import Config
+from molt.learn.rank_actor import find_estimator
 from molt.log.reader import LogReader
 from molt.log.rows import Event, event
 
 TRAINER_ROOMS = ("actor", "algo", "critic", "fsdp", "reference")
 TRAINER_SETTINGS = ("data.max_len", "run.seed", "train.deterministic", "train.epochs_per_batch", "train.routing_replay")
 """With the rooms: what the numbers of a planned step depend on. How its batch is cut stands in the plan."""
+NUMERIC_PACKAGES = ("numpy", "torch", "transformers", "nemo-automodel", "transformer-engine")
+NUMERIC_VARIABLES = ("OMP_NUM_THREADS", "TRITON_F32_DEFAULT", "CUBLAS_WORKSPACE_CONFIG")
+"""With code, processor, cores and GPUs: what they depend on beside settings."""
+
+
+def provenance(config: Config) -> dict[str, Any]:
+    """What a run under those settings is made of, by the columns of attempt_started: code, agent, packages, hardware."""
+    further = find_estimator(config)
+    return {
+        "code_digest": machine.code_digest(*([] if further is None else [Path(further)])),
+        "agent_digest": None if config.train.agent_path is None else load_agent(config.train.agent_path).digest,
+        "packages": machine.packages(),
+        "hardware": machine.hardware(),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Settings that differ between two attempts, and the number of steps that they and the data make."""
+    """Settings, code, packages and hardware that differ between two attempts, and the number of steps that settings and data make."""
 
     changed: Mapping[str, tuple[Any, Any]]
-    """Setting to its values before and now."""
+    """Name to its values before and now; settings as they are named, and packages.torch, hardware.cpu and the like."""
     is_exact: bool
     """Nothing that the numbers of a planned step depend on has changed."""
 
@@ -62,10 +80,31 @@ def changes_since(reader: LogReader, config: Config, *, num_steps: int) -> Chang
     }
     if before["num_steps"] != num_steps and "train.num_steps" not in changed:
         changed["num_steps"] = before["num_steps"], num_steps  # the data may have grown under the same settings
-    return Changes(
-        changed=changed,
-        is_exact=trainer_settings(then, before["num_steps"]) == trainer_settings(now, num_steps),
+    told = before | {name: json.loads(before[name]) for name in ("packages", "hardware")}
+    was, made = _made_of(told), _made_of(provenance(config))
+    differing = {name: (was.get(name), made.get(name)) for name in sorted(was.keys() | made.keys()) if was.get(name) != made.get(name)}
+    is_exact = trainer_settings(then, before["num_steps"]) == trainer_settings(now, num_steps) and not any(map(_is_numeric, differing))
+    return Changes(changed=changed | differing, is_exact=is_exact)
+
+
+def _made_of(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted facts of a provenance that tell one attempt from another."""
+    hardware, environment = known["hardware"], known["hardware"].get("environment", {})
+    return flat(
+        {
+            "code_digest": known["code_digest"],
+            "agent_digest": known["agent_digest"],
+            "packages": known["packages"],
+            "hardware": {name: value for name, value in hardware.items() if name in ("cpu", "cores", "gpus")},
+            "environment": {name: environment[name] for name in NUMERIC_VARIABLES if name in environment},
+        }
     )
+
+
+def _is_numeric(name: str) -> bool:
+    """Whether the numbers of a planned step depend on a fact of its provenance."""
+    room, _, own = name.partition(".")
+    return name == "code_digest" or room in ("hardware", "environment") or (room == "packages" and own in NUMERIC_PACKAGES)
 
 
 def trainer_settings(settings: Mapping[str, Any], num_steps: int) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from molt import environ, machine
-from molt.agents.load import load_agent
+from molt import environ
 from molt.config import Config
+from molt.driver.changes import provenance
 from molt.learn.ranks import RankGroup
 from molt.log.actor import RaySink, start_log_actor, stop_log_actor
 from molt.log.producer import Producer
@@ -154,17 +154,15 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 async def say_started(house: House, *, model_digest: str, num_steps: int, resumed_from_step: int | None, checkpoint: Path | None) -> None:
     """Append attempt_started: all that is needed to say what ran."""
-    config = house.config
-    agent = load_agent(config.train.agent_path) if config.train.agent_path is not None else None
-    further = [] if config.train.agent_path is None else [Path(config.train.agent_path)]
+    config, made = house.config, provenance(house.config)
     started = event(
         "attempt_started",
         config=config.model_dump_json(),
         config_digest=config_digest(config),
-        code_digest=machine.code_digest(*further),
-        agent_digest=None if agent is None else agent.digest,
-        packages=json.dumps(machine.packages(), sort_keys=True),
-        hardware=json.dumps(machine.hardware(), sort_keys=True),
+        code_digest=made["code_digest"],
+        agent_digest=made["agent_digest"],
+        packages=json.dumps(made["packages"], sort_keys=True),
+        hardware=json.dumps(made["hardware"], sort_keys=True),
         seed=config.run.seed,
         resumed_from_step=resumed_from_step,
         resumed_from_checkpoint=None if checkpoint is None else checkpoint.name,

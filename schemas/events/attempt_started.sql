@@ -17,7 +17,7 @@ create table attempt_started (
 
 comment on column attempt_started.config is 'resolved settings as JSON';
 comment on column attempt_started.config_digest is 'blake2b-128 hex of config';
-comment on column attempt_started.code_digest is 'blake2b-128 hex over the source files of molt and the agent file';
+comment on column attempt_started.code_digest is 'blake2b-128 hex over the source files of molt and the file of an estimator that is not built in';
 comment on column attempt_started.agent_digest is 'blake2b-128 hex of the agent file; null without one';
 comment on column attempt_started.packages is 'JSON object: package name to version';
 comment on column attempt_started.hardware is 'JSON object: cpu, gpu, memory';

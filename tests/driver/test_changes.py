@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from molt.admission.plan import laid_out, plan_digest, plan_step, plan_to_json
 from molt.cli.programs import load_program
 from molt.config import Config
-from molt.driver.changes import Changes, changes_since
+from molt.driver.changes import Changes, changes_since, provenance
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.rows import Event, event
@@ -16,11 +19,13 @@ from molt.log.writer import LogWriter
 from tests.learn.tiny import make_plan, make_rows
 
 
-def started(resumed_from_step: int | None = None, *, num_steps: int = 8, **rooms: dict[str, Any]) -> Event:
-    """An attempt under the settings of those rooms."""
-    config = Config.model_validate(rooms).model_dump_json()
+def started(resumed_from_step: int | None = None, *, num_steps: int = 8, made: dict[str, Any] | None = None, **rooms: Any) -> Event:
+    """An attempt under the settings of those rooms. made: what was otherwise than it is here and now."""
+    config = Config.model_validate(rooms)
+    known = provenance(config) | (made or {})
     return event(
-        "attempt_started", config=config, config_digest="", code_digest="", packages="{}", hardware="{}", seed=0,
+        "attempt_started", config=config.model_dump_json(), config_digest="", code_digest=known["code_digest"],
+        agent_digest=known["agent_digest"], packages=json.dumps(known["packages"]), hardware=json.dumps(known["hardware"]), seed=0,
         resumed_from_step=resumed_from_step, model_digest="m", num_steps=num_steps, pid=1, host="h",
     )  # fmt: skip
 
@@ -75,7 +80,7 @@ def write(tmp_path: Path, *attempts: list[Event]) -> LogReader:
     return LogReader.open(tmp_path / "run")
 
 
-def changes(tmp_path: Path, *, num_steps: int = 8, now: dict[str, Any], **then: dict[str, Any]) -> Changes:
+def changes(tmp_path: Path, *, num_steps: int = 8, now: dict[str, Any], **then: Any) -> Changes:
     """What differs between an attempt in the log and settings now."""
     found = changes_since(write(tmp_path, [started(**then)]), Config.model_validate(now), num_steps=num_steps)
     assert found is not None
@@ -112,6 +117,29 @@ def test_another_length_of_a_falling_schedule_changes_the_numbers(tmp_path: Path
 def test_attempt_under_the_same_settings_has_nothing_to_tell(tmp_path: Path):
     found = changes(tmp_path, now={})
     assert not found.is_worth_telling(num_replanned=0) and found.is_worth_telling(num_replanned=1)
+
+
+@pytest.mark.parametrize(
+    ("part", "before", "name", "is_exact"),
+    [
+        ("code_digest", "c0", "code_digest", False),
+        ("agent_digest", "a0", "agent_digest", True),  # an agent makes rollouts, not what steps make of them
+        ("packages", {"torch": "2.0.0"}, "packages.torch", False),
+        ("packages", {"ray": "1.0.0"}, "packages.ray", True),
+        ("packages", {"apex": "1"}, "packages.apex", True),  # gone since
+        ("hardware", {"cores": 1000}, "hardware.cores", False),
+        ("hardware", {"gpus": ["NVIDIA A100"]}, "hardware.gpus", False),
+        ("hardware", {"environment": {"OMP_NUM_THREADS": "1000"}}, "environment.OMP_NUM_THREADS", False),
+        ("hardware", {"memory_gib": 1.5}, None, True),
+    ],
+)
+def test_what_a_run_is_made_of_is_told_and_counts_where_numbers_depend_on_it(
+    tmp_path: Path, part: str, before: Any, name: str | None, is_exact: bool
+):
+    known = provenance(Config())[part]
+    found = changes(tmp_path, now={}, made={part: known | before if isinstance(before, dict) else before})
+    assert found.is_exact is is_exact
+    assert [changed for changed in found.changed if changed == name or name is None] == ([] if name is None else [name])
 
 
 def test_smaller_micro_batches_cut_planned_batches_anew(tmp_path: Path):
