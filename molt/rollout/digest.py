@@ -5,20 +5,24 @@
 A sum is sum_i w_i x_i mod 2^64 with a fixed table of random 64-bit w: multilinear hashing (Carter and Wegman 1979; on such words Lemire
 and Kaser 2014, "Strongly universal string hashing is fast"). Two pieces that differ have equal pairs of sums with probability 2^-66
 at most, unless someone who knows the table chose the difference: a digest tells damage and mistakes, it is no signature. Sums of
-integers do not depend on their order, so every device finds the same.
+integers do not depend on their order, so every device finds the same: a GPU by one kernel a tensor, which reads it once.
 """
 
 from __future__ import annotations
 
 import hashlib
 from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 PIECE_WORDS = 1 << 16
 """Words under one pair of sums."""
 _CHUNK_PIECES = 32
-"""Pieces that are summed at once: their products take 16 MiB."""
+"""Pieces that are summed at once without the kernel: their products take 16 MiB."""
+BLOCK = 2048
+"""Words that one step of the kernel takes; it divides PIECE_WORDS."""
 
 
 class Digester:
@@ -60,6 +64,11 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 4 or data.data_ptr() % 4:
         data = data.clone()  # a slice of a buffer that does not begin at a word
+    return sums_by_kernel(data) if is_usable(data) else plain_sums(data)
+
+
+def plain_sums(data: torch.Tensor) -> torch.Tensor:
+    """data: (bytes,) uint8, contiguous from a word on. (pieces, 2) int64 by torch's own operations."""
     whole = data.numel() - data.numel() % (4 * PIECE_WORDS)
     pieces = data[:whole].view(torch.int32).view(-1, PIECE_WORDS)
     parts = [_sums_of(pieces[start : start + _CHUNK_PIECES]) for start in range(0, len(pieces), _CHUNK_PIECES)]
@@ -67,7 +76,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
         rest = data[whole:]
         parts.append(_sums_of(torch.nn.functional.pad(rest, (0, -rest.numel() % 4)).view(torch.int32).view(1, -1)))
     if not parts:
-        return torch.zeros(0, 2, dtype=torch.int64, device=tensor.device)
+        return torch.zeros(0, 2, dtype=torch.int64, device=data.device)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -76,3 +85,44 @@ def _sums_of(words: torch.Tensor) -> torch.Tensor:
     table = _table(words.device)[:, : words.shape[1]]
     wide = words.to(torch.int64)
     return torch.stack([(wide * table[0]).sum(dim=1), wide.mul_(table[1]).sum(dim=1)], dim=1)
+
+
+def is_usable(data: torch.Tensor) -> bool:
+    """Whether the kernel runs where the bytes are."""
+    return data.is_cuda and find_spec("triton") is not None
+
+
+def sums_by_kernel(data: torch.Tensor) -> torch.Tensor:
+    """The same by one program a piece."""
+    if data.numel() % 4:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    words = data.view(torch.int32)
+    num_pieces = -(-len(words) // PIECE_WORDS)
+    sums = torch.empty(num_pieces, 2, dtype=torch.int64, device=data.device)
+    if num_pieces:
+        with torch.cuda.device_of(data):
+            kernel()[(num_pieces,)](words, _table(data.device), sums, len(words), PIECE=PIECE_WORDS, BLOCK=BLOCK, num_warps=8)
+    return sums
+
+
+@cache
+def kernel() -> Any:
+    """Both sums of a piece by one program. Made on first use: a machine without a GPU needs no triton."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def sum_piece(words, table, sums, size, PIECE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        piece = tl.program_id(0).to(tl.int64)
+        one = tl.zeros((BLOCK,), dtype=tl.int64)
+        other = tl.zeros((BLOCK,), dtype=tl.int64)
+        for start in range(0, PIECE, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            spot = piece * PIECE + place
+            word = tl.load(words + spot, mask=spot < size, other=0).to(tl.int64)
+            one += word * tl.load(table + place)
+            other += word * tl.load(table + PIECE + place)
+        tl.store(sums + 2 * piece, tl.sum(one, axis=0))
+        tl.store(sums + 2 * piece + 1, tl.sum(other, axis=0))
+
+    return sum_piece

@@ -77,7 +77,7 @@ def test_wrong_calls_are_told_in_words(filled: str, tmp_path: Path, capsys: pyte
     assert "MANIFEST.json" in error["error"]
     code, error = said(capsys, "drop", filled, "tokens", "--before-lsn", "3")
     assert code == 2
-    assert "still needed" in error["error"]
+    assert "give at most 0" in error["error"]
 
 
 def test_verb_that_writes_is_refused_while_a_writer_holds_the_run(

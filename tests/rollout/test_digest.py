@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
 
 from molt.rollout.digest import PIECE_WORDS, Digester
 from molt.rollout.weights import tensor_digest
+from tests.interpreted import run_interpreted
 
 
 def plain(data: bytes) -> str:
@@ -81,3 +83,7 @@ def test_what_was_noted_may_be_overwritten() -> None:
     digester.note("a", tensor)
     tensor.zero_()
     assert digester.take() == {"a": tensor_digest(torch.ones(5))} and digester.take() == {}
+
+
+def test_kernel_passes_its_cases_under_the_interpreter() -> None:
+    run_interpreted(Path(__file__).with_name("digest_cases.py"))

@@ -193,44 +193,5 @@ def bare_steps(config: Any, plans: Sequence[Any], reader: Any, num_skipped: int)
     return {"tokens_per_s": n_tokens / seconds, "mfu": flops / seconds / PEAK_FLOPS, "num_steps": len(batches) - num_skipped}
 
 
-def compare_heads(vocab_size: int, *, num_tokens: int = 8192, hidden_size: int = 1024) -> dict[str, Any]:
-    """The trainer's fused head beside the plain one on a GPU in bf16: largest differences, and milliseconds of forward and backward."""
-    import torch
-
-    from molt.learn import fused_head
-    from molt.learn.logprob import Vocabulary, _HeadLogprobs
-
-    seed = torch.Generator("cuda").manual_seed(0)
-    options: dict[str, Any] = {"generator": seed, "device": "cuda", "dtype": torch.bfloat16}
-    hidden = torch.randn(num_tokens, hidden_size, **options)
-    weight = torch.randn(vocab_size, hidden_size, **options) * 0.03
-    target = torch.randint(0, vocab_size, (num_tokens,), generator=seed, device="cuda")
-    heat = torch.ones(num_tokens, device="cuda")
-    slope = torch.randn(num_tokens, generator=seed, device="cuda")
-
-    def fused(h: torch.Tensor, w: torch.Tensor) -> Any:
-        return fused_head.head_logprobs(h, w, None, target, heat)
-
-    def plain(h: torch.Tensor, w: torch.Tensor) -> Any:
-        return _HeadLogprobs.apply(h, w, None, target, heat, True, Vocabulary(None))
-
-    found: dict[str, Any] = {}
-    facts: dict[str, Any] = {"is_usable": fused_head.is_usable(hidden)}
-    for name, head in (("fused", fused), ("plain", plain)):
-        for is_timed in (False, True):
-            h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            logp, entropy = head(h, w)
-            (slope * logp).sum().backward()
-            torch.cuda.synchronize()
-            if is_timed:
-                facts[f"{name}_ms"] = round(1000 * (time.perf_counter() - began), 2)
-                found[name] = (logp.detach(), entropy.detach(), h.grad, w.grad)
-    for what, one, other in zip(("logp", "entropy", "grad_hidden", "grad_weight"), *found.values(), strict=True):
-        facts[f"{what}_gap"] = float((one.float() - other.float()).abs().max() / other.float().abs().max())
-    return facts
-
-
 if __name__ == "__main__":
     asyncio.run(engine_alone(Path(sys.argv[1])))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.device.bare import BareEngine, bare_steps, compare_heads
+from tools.device.bare import BareEngine, bare_steps
 from tools.device.made import PROMPT, made_plan, made_segment
 from tools.device.parts import ROOT, Parts, flags, parser
 from tools.device.world import World, make_world
@@ -91,8 +91,6 @@ class Training(Half):
 
     def run(self) -> None:
         """All parts."""
-        if not self.is_small:
-            self.parts.run("head", lambda facts: facts.update(compare_heads(VOCAB_SIZE)))
         if self.parts.run("rows", self.rows) and self.parts.run("steps", self.steps, needs_s=20):
             self.parts.run("bare_loop", self.bare, needs_s=15)
             self.parts.run("ratios", self.ratios)

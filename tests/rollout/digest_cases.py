@@ -1,0 +1,25 @@
+"""Cases of the digests' kernel. test_digest.py runs them in a process whose Triton interprets it, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from molt.rollout import digest
+from molt.rollout.digest import PIECE_WORDS
+from molt.rollout.weights import tensor_digest
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4, 7, 4 * digest.BLOCK + 6, 4 * PIECE_WORDS, 4 * PIECE_WORDS + 1, 12 * PIECE_WORDS - 4])
+def test_kernel_finds_the_sums_of_plain_operations(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
+    plain = tensor_digest(data)
+    monkeypatch.setattr(digest, "is_usable", lambda data: True)
+    assert tensor_digest(data) == plain
+
+
+def test_kernel_takes_slices_that_begin_inside_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.arange(999, dtype=torch.int32).to(torch.uint8)
+    plain = tensor_digest(data[3:].clone())
+    monkeypatch.setattr(digest, "is_usable", lambda data: True)
+    assert tensor_digest(data[3:]) == plain
