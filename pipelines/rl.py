@@ -56,13 +56,13 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                         step += 1
                         if config.eval.interval and step % config.eval.interval == 0:
                             await evaluate(house, leader, step=step, policy_version=clock.version)
-                        if config.ckpt.save_interval and step % config.ckpt.save_interval == 0 and clock.is_boundary(step - 1):
+                        if config.ckpt.save_interval and step % config.ckpt.save_interval == 0 and clock.is_boundary:
                             await save_checkpoint(house, leader, step=step, policy_version=clock.version)
                     leader.is_stopped = stopper.is_draining and step < num_steps
                     progress.waiting("rollouts in flight to end")
                     await leader.drain()
                 progress.waiting("the last checkpoint")
-                await save_checkpoint(house, leader, step=step, policy_version=clock.version, is_final=True)
+                await save_checkpoint(house, leader, step=step, policy_version=clock.weights_version, is_final=True)
     return 0
 
 
@@ -74,6 +74,7 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
     checkpoint = house.ranks.newest_checkpoint()
     position = None if checkpoint is None else await house.ranks.load(checkpoint)
     step = 0 if position is None else position.step
+    leader.saved_step = None if position is None else step
     clock = VersionClock.of(config, 0 if position is None else position.policy_version)
     standing = leader.read_standing(from_step=step)
     is_resumed = house.attempt > 1
@@ -94,12 +95,15 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
     await house.pool.sleep()
     for plan in plans:
         progress.waiting(f"training step {plan.step} again from the log")
+        clock.follow(plan.policy_version)
         leader.policy_version = clock.version
         leader.write_plan(plan)
         await train_step(house, leader, progress, plan, clock, wait_s=0.0, is_serving=False)
         step = plan.step + 1
+    clock.follow(clock.weights_version)  # killed inside a version: its own weights are gone, these are other ones
     await house.pool.wake(is_refit_next=True)
     await refit(house, leader, await publish(house, clock.version), step=step - 1)
+    leader.inbox.begin_version(num_since=clock.num_planned * config.groups_per_step)
     await leader.redispatch(standing.open_members)
     return step, clock
 
@@ -112,7 +116,7 @@ async def train_step(
     if is_serving:
         await house.pool.sleep()
     result = await house.ranks.train(plan, waits_for_log=False)
-    is_due = clock.tick(plan.step, is_trained=result.refused is None) and is_serving
+    is_due = clock.tick(is_trained=result.refused is None) and is_serving
     weights = await record_step(house, leader, plan, result, wait_s=wait_s, version=clock.version if is_due else None)
     if is_serving:
         forgets = house.config.vllm.sleep_level == 2
@@ -122,5 +126,6 @@ async def train_step(
             await refit(house, leader, weights, step=plan.step)
         elif forgets:
             await refit_again(house, leader, step=plan.step)
+    leader.inbox.begin_version(num_since=clock.num_planned * house.config.groups_per_step)
     progress.step(leader.figures(plan, result, wait_s=wait_s))
     return result

@@ -50,6 +50,8 @@ class School:
     lsn_end: int = -1
     """Largest lsn when the newest step was recorded."""
     num_recorded: int = 0
+    saved_step: int | None = None
+    """Step of the newest checkpoint."""
 
 
 async def main(config: Config, *, resume: RunDir | None = None) -> int:
@@ -134,7 +136,8 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
     """Load the newest checkpoint, and append the conversations that the log does not hold yet. Returns the next step."""
     checkpoint = school.ranks.newest_checkpoint() if is_resumed else None
     initial_digest = await school.ranks.weights_digest()
-    step = (await school.ranks.load(checkpoint)).step if checkpoint is not None else 0
+    school.saved_step = None if checkpoint is None else (await school.ranks.load(checkpoint)).step
+    step = school.saved_step or 0
     changes = changes_since(school.reader, school.config, num_steps=school.num_steps)
     await say_started(
         school,
@@ -221,7 +224,9 @@ async def evaluate(school: School, progress: Progress, *, step: int) -> None:
 
 
 async def save_checkpoint(school: School, step: int) -> None:
-    """Write a checkpoint with its place in the log."""
+    """Write a checkpoint with its place in the log, unless that step has one."""
+    if school.saved_step == step:
+        return
     path, digest = await school.ranks.save(step=step, policy_version=step, cursor=school.cursor, lsn_end=school.lsn_end)
     saved = event(
         "checkpoint_saved",
@@ -233,6 +238,7 @@ async def save_checkpoint(school: School, step: int) -> None:
         lsn_end=school.lsn_end,
     )
     await school.producer.append(events=[saved])
+    school.saved_step = step
 
 
 def plan_for(school: School, conversations: Demonstrations, places: range | list[int], step: int) -> StepPlan:

@@ -44,7 +44,9 @@ class Inbox:
     heard_of: set[str] = field(default_factory=set)
     """Open groups with news since the last decision."""
     num_consumed: int = 0
-    """Groups trained."""
+    """Groups trained, and those of refused steps."""
+    num_before: int = 0
+    """Those of them before the version in force."""
     cursor: int = -1
     """Largest lsn of segments taken in."""
 
@@ -52,6 +54,10 @@ class Inbox:
     def num_running(self) -> int:
         """Groups dispatched and neither trained nor dropped."""
         return len(self.open) + len(self.ready)
+
+    def begin_version(self, *, num_since: int = 0) -> None:
+        """Note that the version in force began before the newest num_since groups."""
+        self.num_before = self.num_consumed - num_since
 
     def dispatch(self, group_id: str) -> None:
         """Note a group that was sent to rollout."""

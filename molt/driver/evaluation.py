@@ -55,7 +55,7 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
                 num_failed=sum(len(group.failed) for group in groups),
                 reward_mean=mean,
                 reward_ci95=half_width(rewards),
-                weights_digest=await house.ranks.weights_digest(),
+                weights_digest=house.ranks.published_digest,
             )
         ]
     )

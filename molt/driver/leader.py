@@ -63,7 +63,7 @@ class Leader:
         self.log_s = 0.0
         """Seconds that the trainer stood still for the log since the newest step was recorded."""
         self.saved_step: int | None = None
-        """Step of the newest checkpoint of this attempt."""
+        """Step of the newest checkpoint."""
         self.last_failure = "no failure"
         """What the newest failed rollout said."""
         self._dropped_in_row: list[GroupVerdict] = []
@@ -187,9 +187,8 @@ class Leader:
             return
         room = capacity(
             max_lag=self.config.max_lag,
-            policy_version=self.policy_version,
             groups_per_version=self.config.rollout.batch_size,
-            num_consumed=self.inbox.num_consumed,
+            num_consumed=self.inbox.num_consumed - self.inbox.num_before,
             num_running=self.inbox.num_running,
         )
         if self.num_groups_to_train is not None:

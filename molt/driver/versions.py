@@ -13,23 +13,42 @@ class VersionClock:
 
     steps_per_version: int
     version: int = 0
+    """What the engines serve."""
+    num_planned: int = 0
+    """Steps since the version began, refused ones too."""
     num_trained: int = 0
-    """Steps made since the last new version."""
+    """Steps made among them."""
 
     @classmethod
     def of(cls, config: Config, version: int = 0) -> VersionClock:
-        """The clock of a run that stands at a version."""
+        """The clock of a run that stands at the beginning of a version."""
         return cls(steps_per_version=config.rollout.batch_size // config.groups_per_step, version=version)
 
-    def tick(self, step: int, *, is_trained: bool) -> bool:
-        """Note the end of a step; True when a new version is due, which is then counted."""
-        self.num_trained += is_trained
-        if not self.is_boundary(step) or self.num_trained == 0:
-            return False
-        self.version += 1
-        self.num_trained = 0
-        return True
+    @property
+    def weights_version(self) -> int:
+        """The version that the trainer's weights are: the next one as soon as they moved, since engines serve others as this one."""
+        return self.version + (self.num_trained > 0)
 
-    def is_boundary(self, step: int) -> bool:
-        """Whether a version ends with this step. Checkpoints are made here only, so that a version never begins in the middle."""
-        return (step + 1) % self.steps_per_version == 0
+    @property
+    def is_boundary(self) -> bool:
+        """Whether a version has just begun. Checkpoints are made here only, and at the end of an attempt: the next one begins a version."""
+        return self.num_planned == 0
+
+    def tick(self, *, is_trained: bool) -> bool:
+        """Note the end of a step; True when a new version is due, which is then counted."""
+        self.num_planned += 1
+        self.num_trained += is_trained
+        if self.num_planned < self.steps_per_version:
+            return False
+        is_due = self.num_trained > 0
+        self._begin(self.version + is_due)
+        return is_due
+
+    def follow(self, version: int) -> None:
+        """Take up the version that a recorded plan was made under: where an attempt ended inside a version, the next began another."""
+        if version > self.version:
+            self._begin(version)
+
+    def _begin(self, version: int) -> None:
+        self.version = version
+        self.num_planned = self.num_trained = 0

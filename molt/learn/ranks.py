@@ -21,7 +21,7 @@ from molt.learn.checkpoint import Position, newest
 from molt.learn.result import RecordedStep, StepResult
 from molt.placement import Seat, Seats
 from molt.rollout.engine import WeightSource
-from molt.rollout.weights import SHARED_MEMORY, remove_weights, weights_folder
+from molt.rollout.weights import SHARED_MEMORY, model_digest, remove_weights, weights_folder
 
 STOP_TIMEOUT_S = 10.0
 CAUSE_TIMEOUT_S = 5.0
@@ -172,6 +172,11 @@ class RankGroup:
             last = (await self._wait("publish_again", [asyncio.ensure_future(_result(call))]))[0]
             self._published[-1] = last
         return last
+
+    @property
+    def published_digest(self) -> str:
+        """Model digest of the weights that engines were given last; those of the ranks may have moved since."""
+        return model_digest(self._published[-1].digests)
 
     async def _send(self) -> None:
         """RefitError when the broadcast broke off; the ranks stay."""

@@ -96,9 +96,8 @@ class _Play:
     def _dispatch(self) -> None:
         room = capacity(
             max_lag=self.queue,
-            policy_version=self.version,
             groups_per_version=self.history.groups_per_step * self.history.steps_per_version,
-            num_consumed=self.inbox.num_consumed,
+            num_consumed=self.inbox.num_consumed - self.inbox.num_before,
             num_running=self.inbox.num_running,
         )
         for _ in range(min(room, len(self.history.groups) - self.num_sent)):
@@ -194,6 +193,7 @@ class _Play:
 
     def _end_refit(self) -> None:
         self.version += 1
+        self.inbox.begin_version()
         self.is_refitting = False
         self._end_step()
         held, self.held = self.held, []

@@ -29,27 +29,23 @@ def decide(rows, *, num_failed=0, version=0, rule=RULE):
 
 
 def test_lag_zero_lets_one_batch_run_per_version():
-    # (0 + 0 + 1) * 4 - (0 + 0) = 4 at the start; once 4 run none may start; after they trained and version is 1, (0 + 1 + 1) * 4 - 4 = 4.
+    # (0 + 1) * 4 - (0 + 0) = 4 at the start; once 4 run, or trained under the same version, none may start.
     common = dict(max_lag=0, groups_per_version=4)
-    assert capacity(policy_version=0, num_consumed=0, num_running=0, **common) == 4
-    assert capacity(policy_version=0, num_consumed=0, num_running=4, **common) == 0
-    assert capacity(policy_version=0, num_consumed=4, num_running=0, **common) == 0
-    assert capacity(policy_version=1, num_consumed=4, num_running=0, **common) == 4
+    assert capacity(num_consumed=0, num_running=0, **common) == 4
+    assert capacity(num_consumed=0, num_running=4, **common) == 0
+    assert capacity(num_consumed=4, num_running=0, **common) == 0
 
 
 @given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 30))
 def test_groups_trained_in_dispatch_order_never_exceed_the_lag_bound(max_lag, groups_per_version, num_versions):
     waiting: list[int] = []  # dispatch version of each running group
-    consumed = version = 0
+    version = 0
     while version < num_versions:
-        room = capacity(
-            max_lag=max_lag, policy_version=version, groups_per_version=groups_per_version, num_consumed=consumed, num_running=len(waiting)
-        )
+        room = capacity(max_lag=max_lag, groups_per_version=groups_per_version, num_consumed=0, num_running=len(waiting))
         waiting += [version] * room
         assert len(waiting) >= groups_per_version, "a step must always be possible"
         batch, waiting = waiting[:groups_per_version], waiting[groups_per_version:]
         assert all(version - born <= max_lag for born in batch)
-        consumed += groups_per_version
         version += 1
 
 

@@ -18,6 +18,7 @@ from molt.config import Config
 from molt.data.prompts import PromptSet
 from molt.driver.house import alongside
 from molt.driver.leader import MAX_REFUSED, Leader
+from molt.driver.versions import VersionClock
 from molt.errors import StalledError
 from molt.learn.result import Refusal, RefusalReason, StepResult
 from molt.log.producer import Producer
@@ -105,16 +106,20 @@ async def test_feed_dispatches_what_the_lag_bound_allows_and_more_with_a_new_ver
     leader = make_leader(tmp_path, writer, pool, admission={"max_lag": 1})
     async with asyncio.timeout(20):
         feed = asyncio.create_task(leader.feed())
-        while len(pool.dispatched) < 4:  # (1 + 0 + 1) * 2 groups
+        while len(pool.dispatched) < 4:  # (1 + 1) * 2 groups
             await asyncio.sleep(0.01)
+        for group_id in [task.group_id for task in pool.dispatched[:2]]:
+            del leader.inbox.open[group_id]  # as if they had trained
+        leader.inbox.num_consumed += 2
         leader.serve(1)
-        while len(pool.dispatched) < 6:  # (1 + 1 + 1) * 2
+        leader.inbox.begin_version()
+        while len(pool.dispatched) < 6:  # 2 run, 4 may
             await asyncio.sleep(0.01)
         feed.cancel()
         await asyncio.gather(feed, return_exceptions=True)
     order = [leader.order.place(i).group_id for i in range(6)]
     assert [task.group_id for task in pool.dispatched] == order
-    assert leader.inbox.num_running == 6
+    assert leader.inbox.num_running == 4
 
 
 async def test_groups_that_only_fail_end_the_run_with_the_last_error(tmp_path: Path, writer: LogWriter):
@@ -142,6 +147,7 @@ async def test_prompts_end_in_a_short_step_or_a_stale_group_and_then_in_no_plan(
                     break
                 plans.append(plan)
                 leader.serve(step + 1)
+                leader.inbox.begin_version()
     await leader.settled()
     assert [plan.num_groups for plan in plans] == sizes and leader.is_exhausted
     trained = [row.group_id for plan in plans for row in plan.segments]
@@ -167,3 +173,34 @@ async def test_steps_that_are_refused_one_after_the_other_end_the_run(tmp_path: 
                 leader.record(plan, refused, wait_s=0.0)
     await leader.settled()
     assert events(tmp_path, "step_refused") == MAX_REFUSED
+
+
+async def test_run_goes_on_after_more_refused_steps_than_the_lag_bound_counts(tmp_path: Path, writer: LogWriter):
+    """Steps 1 and 3 of five are refused and bring no version: their groups must leave room for others, strictly on-policy."""
+    pool = WritingPool(writer, versions=[0, 1, 1, 2, 2])
+    rooms = {"train": {"batch_size": 1, "num_steps": 5}, "rollout": {"batch_size": 1, "n_samples_per_prompt": 1}}
+    leader = make_leader(tmp_path, writer, pool, admission={"max_lag": 0}, **rooms)
+    clock = VersionClock.of(leader.config)
+    async with asyncio.timeout(20), alongside(leader.feed()):
+        for step in range(5):
+            plan = await leader.next_plan(step, num_ranks=1, is_stopped=lambda: False, meanwhile=nothing)
+            assert plan is not None and plan.num_groups == 1 and plan.policy_version == clock.version
+            if clock.tick(is_trained=step not in (1, 3)):
+                leader.serve(clock.version)
+            leader.inbox.begin_version(num_since=clock.num_planned)
+    assert clock.version == 3
+    await leader.settled()
+
+
+def test_weights_of_a_version_that_was_cut_short_are_a_version_of_their_own():
+    """Two steps a version, three steps made: the last weights are not those of version 1. A plan under a later version tells it."""
+    clock = VersionClock(steps_per_version=2)
+    assert [clock.tick(is_trained=True) for _ in range(3)] == [False, True, False]
+    assert (clock.version, clock.weights_version, clock.is_boundary) == (1, 2, False)
+    resumed = VersionClock(steps_per_version=2, version=2)  # from the checkpoint after step 3
+    assert [resumed.tick(is_trained=True) for _ in range(2)] == [False, True] and resumed.version == 3
+    older = VersionClock(steps_per_version=2, version=1)  # from the one after step 2, as the later one is damaged
+    older.follow(1)
+    older.tick(is_trained=True)
+    older.follow(2)  # what the log says of step 3
+    assert [older.tick(is_trained=True) for _ in range(2)] == [False, True] and older.version == 3

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from molt.admission.decide import AdmissionRule
+from molt.admission.inbox import Inbox
 from molt.admission.plan import StepPlan, plan_step
 from molt.cli.programs import load_program
 from molt.config import Config
@@ -79,6 +81,7 @@ class ScriptedLeader(Leader):
 
     def __init__(self, producer: Producer) -> None:
         self.producer, self.log_s, self._told = producer, 0.0, []
+        self.inbox = Inbox(rule=AdmissionRule(max_lag=1, group_size=1, drop_incomplete=True, filter_range=None))
 
     def announce(self, step: int, policy_version: int, *, num_ranks: int) -> None:
         """Nothing is ready."""

@@ -139,6 +139,27 @@ def test_first_interrupt_drains_and_the_run_can_go_on(world: World, wait_for):
     world.audit("drained")
 
 
+def test_run_that_ends_inside_a_version_goes_on_under_one_of_its_own(world: World):
+    """Two steps a version, three steps: the third one's weights are neither those that were served then nor those of version 1."""
+    two_steps = {"rollout__batch_size": 8, "eval__interval": 1, "eval__max_prompts": 2, "data__eval_dataset": world.path / "prompts.jsonl"}
+    world.train("halved", train__num_steps=3, **two_steps)
+    checkpoint = world.run("halved") / "checkpoints" / "step-00000003" / "position.json"
+    position = checkpoint.read_bytes()
+    for num_steps in (3, 5):  # there is nothing to do at first
+        resumed = world.molt("train", "--resume", world.run("halved"), f"--train.num_steps={num_steps}")
+        assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
+        assert checkpoint.read_bytes() == position and json.loads(position)["policy_version"] == 2
+    world.audit("halved")
+    # Version 1 after two steps, 2 after the third, at which the attempt ended, and 3 after two further ones.
+    served = world.sql("halved", "select policy_version, count(distinct weights_digest) as n from weights_refit group by 1 order by 1")
+    assert served == [{"policy_version": version, "n": 1} for version in range(4)]
+    plans = world.sql("halved", "select step, policy_version from batch_planned order by step")
+    assert [row["policy_version"] for row in plans] == [0, 0, 1, 2, 2]
+    evaluated = """select e.step, e.policy_version from evaluated e join weights_refit r using (policy_version, weights_digest)
+        group by all order by all"""
+    assert [tuple(row.values()) for row in world.sql("halved", evaluated)] == [(1, 0), (2, 1), (3, 1), (4, 2), (5, 3)]
+
+
 def test_two_ranks_train_and_evaluate_from_the_log_and_replay_equal(world: World):
     prompts = world.path / "prompts.jsonl"
     world.train("two-ranks", fsdp__num_ranks=2, train__num_steps=3, eval__interval=2, data__eval_dataset=prompts, eval__max_prompts=4)
