@@ -24,7 +24,7 @@ from molt.log.lease import take_lease
 from molt.log.stamp import LogState, Stamp, newest_stamp
 from molt.log.store import Store
 from molt.log.table import LogTable
-from molt.log.tombstone import KIND, tombstones_of
+from molt.log.tombstone import KIND, LOST, tombstones_of
 from molt.log.upcast import missing_columns, refuse_newer
 from molt.schema import TABLES, arrow_schema
 
@@ -87,6 +87,7 @@ class LogCore:
                 raise FencedError(f"log={self.home.where}: attempt={attempt} is over, {self.state.attempt} has begun; stop this one")
             try:
                 crashpoint("open.before_roll_forward")
+                self._check_whole()
                 self.roll_forward()
                 for table in self.tables.values():
                     self._evolve(table)
@@ -150,6 +151,19 @@ class LogCore:
                 if stamps[name].group < newest
             }
             self.pending = Pending(stamp=head, rest=rest)
+
+    def _check_whole(self) -> None:
+        """CorruptLogError when tables were appended fewer rows than the log has places: one is missing, or older than the others."""
+        owed = sum(item.physical_rows for fragments, _ in (self.pending.rest if self.pending else {}).values() for item in fragments)
+        missing = self.state.lsn_end + 1 - sum(self.state.rows_end.values()) - owed
+        if missing <= 0 or self._is_repairing:
+            return
+        facts = self.tables["events"].dataset.to_table(columns=["kind", "body"], filter=f"kind = '{LOST}'")
+        if missing > len(tombstones_of(facts).lost):
+            raise CorruptLogError(
+                f"log={self.home.where}: {missing} of {self.state.lsn_end + 1} rows are in no table: a table is missing or older than "
+                f"the others; restore it from a copy, or run molt fsck --repair to go on without them"
+            )
 
     def _evolve(self, table: LogTable) -> None:
         """Add columns that were declared after the table was made; refuse a table that this code would not write in full."""

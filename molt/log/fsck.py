@@ -162,7 +162,7 @@ def _is_whole(dataset: lance.LanceDataset, fragment: lance.LanceFragment, table:
 
 
 def _mend_table(core: LogCore, table: LogTable, repair: Repair) -> None:
-    """Replace each damaged fragment by the rows in it that are true."""
+    """Replace each damaged fragment by the rows in it that are true, in one commit: a repair that dies leaves all that could be read."""
     emptied = _tombstones(core).emptied(table.name)
     for fragment in table.dataset.get_fragments():
         if _is_whole(table.dataset, fragment, table.name, emptied):
@@ -178,15 +178,11 @@ def _mend_table(core: LogCore, table: LogTable, repair: Repair) -> None:
         row_ids = _row_ids(fresh, fragment.fragment_id)
         saved = [_true_rows(rows, emptied) for rows in _readable(fresh, row_ids, table.name)]
         kept = [rows for rows in saved if rows.num_rows]
-        table.commit_operation(
-            LanceOperation.Delete(updated_fragments=[], deleted_fragment_ids=[fragment.fragment_id], predicate="fsck"),
-            core.state.stamp(table.name, "carry"),
-        )
-        if kept:
-            written = table.write(pa.Table.from_batches(kept), max_bytes=core.store.upkeep.target_bytes)
-            if core.store.is_synced:
-                table.sync(written)
-            table.commit(written, core.state.stamp(table.name, "carry"))
+        written = table.write(pa.Table.from_batches(kept), max_bytes=core.store.upkeep.target_bytes) if kept else []
+        if core.store.is_synced and written:
+            table.sync(written)
+        swap = LanceOperation.Update(removed_fragment_ids=[fragment.fragment_id], new_fragments=written)
+        table.commit_operation(swap, core.state.stamp(table.name, "carry"))
     if core.store.is_synced:
         table.sync([])
     table.open()

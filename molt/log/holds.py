@@ -45,7 +45,12 @@ def _is_alive(fields: Mapping[str, Any]) -> bool:
 
 def held_versions(home: Home, table: str) -> set[int]:
     """Versions of a table that a pin or a live reader needs; holds of dead readers are removed."""
-    needed: set[int] = set()
+    return set(holders(home, table).values())
+
+
+def holders(home: Home, table: str) -> dict[str, int]:
+    """The version of a table that each pin and each live reader needs, by the name of its file; holds of dead readers are removed."""
+    needed: dict[str, int] = {}
     for prefix in (PINS, READERS):
         for name in home.names(prefix):
             content = home.read(name)
@@ -61,5 +66,5 @@ def held_versions(home: Home, table: str) -> set[int]:
             if prefix == READERS and not _is_alive(fields):
                 home.delete(name)
             elif table in versions:
-                needed.add(int(versions[table]))
+                needed[name] = int(versions[table])
     return needed

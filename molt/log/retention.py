@@ -16,9 +16,10 @@ import pyarrow.compute as pc
 
 from molt.errors import LogError, SettingError
 from molt.log.batch import one_batch
+from molt.log.checked import is_gone
 from molt.log.core import LogCore
 from molt.log.digest import merkle_root, row_digests
-from molt.log.holds import PINS, held_versions
+from molt.log.holds import holders
 from molt.log.rows import event, to_arrow
 from molt.log.table import LogTable, storable
 from molt.log.tombstone import KIND, runs_of, tombstones_of
@@ -40,6 +41,8 @@ class Family(StrEnum):
 
 _NUM_CHECKPOINTS = 2
 """Newest checkpoints that a profile leaves something to resume from: the newest may turn out damaged."""
+_LOOK_ROWS = 64
+"""Rows at a time when a held version is looked at."""
 _TABLE = {Family.ROUTING: "payloads", Family.PAYLOADS: "payloads", Family.SCORES: "scores", Family.TOKENS: "segments"}
 HEAVY = {
     "payloads": ("data",),
@@ -104,6 +107,8 @@ def apply_retention(core: LogCore, *, is_beginning: bool = False) -> list[Emptie
         before = full[len(full) - most]
         if family is Family.TOKENS:
             before = min(before, _first_needed(core, _NUM_CHECKPOINTS))
+        if before <= full[0]:
+            continue
         reason = f"the profile {core.store.name} keeps {most} rows"
         done.append(drop_family(core, family, before_lsn=before, reason=reason, num_checkpoints=_NUM_CHECKPOINTS))
     return done
@@ -187,6 +192,7 @@ def _empty(core: LogCore, table: str, where: str, *, family: str, reason: str, r
     events = core.tables["events"].dataset.to_table(columns=["kind", "body"], filter=f"kind = '{KIND}'")
     options = {"blob_handling": "all_binary"} if table == "payloads" else {}
     found = one_batch(held.dataset.to_table(filter=where, **options).sort_by("lsn"))
+    is_touched = found.num_rows > 0
     gone = tombstones_of(events).emptied(table)
     cleared = _cleared(table, found)
     is_full = pa.array(
@@ -200,18 +206,34 @@ def _empty(core: LogCore, table: str, where: str, *, family: str, reason: str, r
     if found.num_rows:
         _bury(core, table, found, cleared, family=family, reason=reason, rollout_id=rollout_id)
         _rewrite(core, held, cleared)
-        upkeep = Upkeep(core)
-        upkeep.compact(held, is_full=True)
-        upkeep.clean_up(held, keep=1)
         if table == "payloads":
             core.forget_payloads()
+    if is_touched:  # also when nothing is left to empty: the call before may have died here, or met a pin that is gone
+        upkeep = Upkeep(core)
+        if found.num_rows or any(fragment.metadata.deletion_file for fragment in held.dataset.get_fragments()):
+            upkeep.compact(held, is_full=True)
+        upkeep.clean_up(held, keep=1)
     size = sum(found["size_bytes"].to_pylist()) if table == "payloads" else 0
-    return Emptied(table=table, num_rows=found.num_rows, size_bytes=size, kept_by=_keepers(core, held) if found.num_rows else ())
+    return Emptied(table=table, num_rows=found.num_rows, size_bytes=size, kept_by=_keepers(core, held, where) if is_touched else ())
 
 
-def _keepers(core: LogCore, table: LogTable) -> tuple[str, ...]:
-    older = {version for version in held_versions(core.home, table.name) if version < table.dataset.version}
-    return tuple(core.home.names(PINS)) if older else ()
+def _keepers(core: LogCore, table: LogTable, where: str) -> tuple[str, ...]:
+    """Pins and readers whose version of the table still shows content of the rows."""
+    held = holders(core.home, table.name)
+    full = {version for version in set(held.values()) if version < table.dataset.version and _is_full(table, version, where)}
+    return tuple(sorted(name for name, version in held.items() if version in full))
+
+
+def _is_full(table: LogTable, version: int, where: str) -> bool:
+    options = {"blob_handling": "all_binary"} if table.name == "payloads" else {}
+    try:
+        batches = table.dataset.checkout_version(version).scanner(filter=where, batch_size=_LOOK_ROWS, **options).to_batches()
+        rows = (one_batch(pa.Table.from_batches([batch])) for batch in batches)
+        return any(row_digests(part) != row_digests(_cleared(table.name, part)) for part in rows)
+    except (OSError, ValueError) as error:
+        if is_gone(error):
+            return False
+        raise
 
 
 def _bury(
@@ -244,7 +266,7 @@ def _rewrite(core: LogCore, table: LogTable, rows: pa.RecordBatch) -> None:
     source = storable(table.name, pa.Table.from_batches([rows]), table.schema)
     transaction, _ = table.dataset.merge_insert("lsn").when_matched_update_all().execute_uncommitted(source)
     if core.store.is_synced:
-        table.sync(list(transaction.operation.new_fragments))
+        table.sync([*transaction.operation.new_fragments, *transaction.operation.updated_fragments])
     table.commit_operation(transaction.operation, core.state.stamp(table.name, "carry"))
     table.open()
     if core.store.is_synced:

@@ -70,7 +70,8 @@ def _with_codec(field: pa.Field, codec: CodecSettings) -> pa.Field:
 
 
 def storable(table: str, rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The rows as the Lance schema wants them."""
+    """The rows as the Lance schema wants them. A column that was added later stands last in the table, wherever it is declared."""
+    rows = rows.select(schema.names)
     if table == "payloads":
         place = rows.schema.get_field_index("data")
         blobs = pa.chunked_array([_as_blobs(chunk, schema.field("data").type) for chunk in rows["data"].chunks], schema.field("data").type)
@@ -215,6 +216,10 @@ class LogTable:
         if fragments:
             sync_files(self._files(root, fragments))
             sync_directory(root / "data")
+            deletions = [root / item.deletion_file.path(item.id) for item in fragments if item.deletion_file is not None]
+            if deletions:
+                sync_files(deletions)
+                sync_directory(root / "_deletions")
         else:
             sync_files([manifest_path(root, self.dataset.version)])
             sync_directory(root / "_versions")

@@ -59,10 +59,17 @@ class Report:
 
 @dataclass(slots=True, kw_only=True)
 class TableScan:
-    """Digests of a table by lsn: as written, and of what emptied rows still hold."""
+    """Digests of a table by lsn: as written, and of what rows under a tombstone hold now."""
 
     written: dict[int, bytes] = field(default_factory=dict)
     left: dict[int, bytes] = field(default_factory=dict)
+    doubled: list[int] = field(default_factory=list)
+    """lsn that came more than once."""
+
+    @property
+    def emptied(self) -> set[int]:
+        """Rows that hold less than was written; a row that had nothing to empty is not among them."""
+        return {lsn for lsn, digest in self.left.items() if digest != self.written[lsn]}
 
 
 def _fragment_rows(dataset: lance.LanceDataset, fragment: lance.LanceFragment, table: str) -> Iterator[pa.RecordBatch]:
@@ -76,8 +83,10 @@ def _scan_rows(rows: pa.RecordBatch, emptied: set[int], scan: TableScan) -> list
     wrong = []
     lsns = np.asarray(rows["lsn"]).tolist()
     for lsn, kept, made in zip(lsns, rows["digest"].to_pylist(), row_digests(rows), strict=True):
+        if lsn in scan.written:
+            scan.doubled.append(lsn)
         scan.written[lsn] = kept
-        if kept != made and lsn in emptied:
+        if lsn in emptied:
             scan.left[lsn] = made
         elif kept != made:
             wrong.append(lsn)
@@ -109,14 +118,13 @@ def _scan_table(dataset: lance.LanceDataset, table: str, tombstones: Tombstones,
 
 
 def _check_emptied(table: str, scan: TableScan, tombstones: Tombstones) -> list[Finding]:
-    """Emptied rows still hold what their tombstone says is left."""
-    findings = []
+    """Emptied rows still hold what their tombstone says is left. Of rows that a repair lost there is nothing to compare the rest with."""
+    findings, emptied = [], scan.emptied
     for item in tombstones.items:
-        if item.table != table:
+        if item.table != table or not item.lsns & emptied or item.lsns & tombstones.lost:
             continue
         present = sorted(lsn for lsn in item.lsns if lsn in scan.left)
-        root = merkle_root([scan.left[lsn] for lsn in present]).hex()
-        if present and root != item.left_root:
+        if merkle_root([scan.left[lsn] for lsn in present]).hex() != item.left_root:
             findings.append(
                 Finding(table=table, file="", lsn_first=present[0], lsn_last=present[-1], what="emptied rows differ from their tombstone")
             )
@@ -145,8 +153,8 @@ def verify_cut(cut: Cut, damaged: Set[str] = frozenset()) -> Report:
         report.findings += _check_emptied(table, scan, tombstones)
         found = {lsn: digest for lsn, digest in scan.written.items() if lsn <= cut.lsn}
         report.num_rows[table] = len(found)
-        report.num_emptied += len(scan.left)
-        doubled = sorted(set(found) & set(digests))
+        report.num_emptied += len(scan.emptied)
+        doubled = sorted({*scan.doubled, *(set(found) & set(digests))})
         if doubled:
             report.findings.append(Finding(table=table, file="", lsn_first=doubled[0], lsn_last=doubled[-1], what="an lsn is used twice"))
         digests |= found

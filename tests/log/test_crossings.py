@@ -1,0 +1,228 @@
+"""Where two parts of the log meet: repair and crash, redaction and pins, emptied rows and empty ones, tables that are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import molt.schema
+from molt.errors import CorruptLogError
+from molt.log.core import existing_core
+from molt.log.fsck import fsck
+from molt.log.holds import hold
+from molt.log.pin import create_pin, delete_pin
+from molt.log.producer import Producer
+from molt.log.reader import LogReader
+from molt.log.retention import Family, drop_family, redact_rollout
+from molt.log.rows import Score
+from molt.log.store import Store
+from molt.log.table import LogTable
+from molt.log.verify import verify_log
+from molt.log.writer import LogWriter
+from tests.log.build import make_fact, make_segment, segment_id
+
+Fast = Callable[..., Store]
+
+
+@pytest.fixture
+def three(run_dir: Path, fast: Fast) -> Path:
+    """Three segments and three facts: lsn 0 1, 2 3, 4 5."""
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        producer = Producer(writer, "p")
+        for index in range(3):
+            producer.append_sync(segments=[make_segment(index)], events=[make_fact(index)])
+    return run_dir
+
+
+def make_score(index: int, n_sampled: int) -> Score:
+    ones = np.ones(n_sampled, np.float32)
+    return Score(
+        step=0,
+        policy_version=0,
+        segment_id=segment_id(index),
+        rank=0,
+        trainer_logprobs=-ones,
+        advantages=ones,
+        gate_weights=ones,
+    )
+
+
+def bytes_of(run_dir: Path, table: str) -> bytes:
+    return b"".join(path.read_bytes() for path in (run_dir / "log" / f"{table}.lance").rglob("*") if path.is_file())
+
+
+def test_writer_refuses_a_log_from_which_a_table_is_missing(three: Path, fast: Fast) -> None:
+    shutil.rmtree(three / "log" / "events.lance")
+    # the intent of the last group still names its fact, so two are missed
+    with pytest.raises(CorruptLogError, match=r"2 of 6 rows are in no table.*molt fsck"):
+        LogWriter.open(three, run="run", store=fast("process"))
+    done = fsck(three, is_repairing=True)
+    assert [(item.lsn_first, item.lsn_last) for item in done.lost] == [(1, 1), (3, 3), (5, 5)]
+    LogWriter.open(three, run="run", store=fast("process")).close()
+
+
+def test_log_that_lost_rows_and_was_repaired_is_opened_again(three: Path, fast: Fast) -> None:
+    path = sorted((three / "log" / "segments.lance" / "data").glob("*.lance"), key=lambda file: file.stat().st_mtime)[0]
+    path.write_bytes(path.read_bytes()[:50])
+    assert fsck(three, is_repairing=True).is_clean
+    with LogWriter.open(three, run="run", store=fast("process"), attempt=2) as writer:
+        Producer(writer, "q").append_sync(events=[make_fact(3)])
+    assert verify_log(three).is_clean
+
+
+def test_repair_that_dies_on_its_way_loses_no_row_that_can_be_read(run_dir: Path, fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        Producer(writer, "p").append_sync(segments=[make_segment(0), make_segment(1)])
+    with existing_core(run_dir) as core:  # the second row holds other tokens than its digest says
+        table = core.tables["segments"]
+        rows = table.dataset.to_table()
+        place = rows.schema.get_field_index("reward")
+        wrong = rows.set_column(place, rows.schema.field("reward"), pa.chunked_array([pa.array([1.0, 9.0], pa.float32())]))
+        transaction, _ = table.dataset.merge_insert("lsn").when_matched_update_all().execute_uncommitted(wrong)
+        table.commit_operation(transaction.operation, core.state.stamp("segments", "carry"))
+    commit_operation = LogTable.commit_operation
+    for number in range(1, 9):  # five tables get a new epoch, then the repair
+        left = [number]
+
+        def dies(self: LogTable, *args: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            commit_operation(self, *args)
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(LogTable, "commit_operation", dies)
+            fsck(run_dir, is_repairing=True)
+    done = fsck(run_dir, is_repairing=True)
+    assert LogReader.open(run_dir).cut().table("segments", ["segment_id"])["segment_id"].to_pylist() == [segment_id(0)]
+    assert done.is_clean
+
+
+def test_rows_that_stand_twice_in_one_table_are_told(three: Path) -> None:
+    with existing_core(three) as core:
+        table = core.tables["segments"]
+        rows = table.dataset.to_table(filter="lsn = 2")
+        table.commit(table.write(rows, max_bytes=1 << 20), core.state.stamp("segments", "carry"))
+    assert [(item.table, item.lsn_first, item.what) for item in verify_log(three).findings] == [("segments", 2, "an lsn is used twice")]
+
+
+def test_rows_with_nothing_to_empty_do_not_make_the_emptied_look_broken(run_dir: Path, fast: Fast) -> None:
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        Producer(writer, "p").append_sync(scores=[make_score(0, 3), make_score(1, 0)])
+    with existing_core(run_dir) as core:
+        assert drop_family(core, Family.SCORES, before_lsn=2, reason="test").num_rows >= 1
+    report = verify_log(run_dir)
+    assert (report.findings, report.num_emptied) == ([], 1)
+
+
+def test_emptied_rows_of_which_one_was_lost_later_are_clean_once_that_is_declared(three: Path) -> None:
+    with LogWriter.open(three, run="run", store="process") as writer:
+        Producer(writer, "q").append_sync(scores=[make_score(0, 3), make_score(1, 3)])
+    with existing_core(three) as core:
+        drop_family(core, Family.SCORES, before_lsn=100, reason="test")
+    lance.dataset(str(three / "log" / "scores.lance")).delete("lsn = 6")
+    assert [(item.lsn_first, item.lsn_last) for item in fsck(three, is_repairing=True).lost] == [(6, 6)]
+    report = verify_log(three)
+    assert (report.findings, report.num_emptied, report.num_lost) == ([], 1, 1)
+
+
+@pytest.fixture
+def pair(run_dir: Path, fast: Fast) -> Path:
+    """Two segments in one fragment: lsn 0 and 1."""
+    with LogWriter.open(run_dir, run="run", store=fast("durable")) as writer:
+        Producer(writer, "p").append_sync(segments=[make_segment(0), make_segment(1)])
+    return run_dir
+
+
+def test_redaction_that_died_before_its_clean_up_is_completed_by_the_next(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = make_segment(1).token_ids.tobytes()  # 100 101 ... as they lie in the file
+    assert tokens in bytes_of(pair, "segments")
+    with existing_core(pair) as core, monkeypatch.context() as patch:
+        patch.setattr("molt.log.retention.Upkeep", lambda core: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            redact_rollout(core, "e0-p1/0/0", reason="asked")
+    assert tokens in bytes_of(pair, "segments")
+    with existing_core(pair) as core:
+        redact_rollout(core, "e0-p1/0/0", reason="asked")
+    assert tokens not in bytes_of(pair, "segments")
+
+
+def test_redaction_names_whoever_still_holds_the_content_and_takes_it_when_they_are_gone(three: Path) -> None:
+    tokens = make_segment(1).token_ids.tobytes()
+    create_pin(three, "before")
+    with existing_core(three) as core:
+        assert redact_rollout(core, "e0-p1/0/0", reason="asked")[0].kept_by == ("pins/before.json",)
+    create_pin(three, "after")
+    with existing_core(three) as core:
+        assert redact_rollout(core, "e0-p1/0/0", reason="asked")[0].kept_by == ("pins/before.json",)
+    delete_pin(three, "before")
+    reader = LogReader.open(three)
+    with existing_core(three) as core:
+        redact_rollout(core, "e0-p1/0/0", reason="asked")
+        assert tokens not in bytes_of(three, "segments")
+        hold(reader.home, {"segments": core.tables["segments"].dataset.version}, reader)
+        (name,) = reader.home.names("readers/")
+        assert redact_rollout(core, "e0-p2/0/0", reason="asked")[0].kept_by == ("pins/after.json", name)
+
+
+def test_redaction_syncs_every_file_that_its_version_names(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    for name, sync in (("fsync", os.fsync), ("fdatasync", os.fdatasync)):
+
+        def noted(handle: int, sync: Callable[[int], None] = sync) -> None:
+            synced.add(os.readlink(f"/proc/self/fd/{handle}"))
+            sync(handle)
+
+        monkeypatch.setattr(os, name, noted)
+    monkeypatch.setattr("molt.log.retention.Upkeep.compact", lambda self, table, is_full: 0)  # it would take the deletion file away
+    with existing_core(pair) as core:
+        redact_rollout(core, "e0-p1/0/0", reason="asked")
+    root = (pair / "log" / "segments.lance").resolve()
+    (deletions,) = (root / "_deletions").iterdir()
+    (manifest, *_) = sorted((root / "_versions").glob("*.manifest"))
+    assert {str(deletions), str(deletions.parent), str(manifest), str(manifest.parent)} <= synced
+
+
+@pytest.fixture
+def grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], None]]:
+    """Declares one more column of a table before one that it has, as a later release would."""
+
+    def declare(table: str, column: str, before: str) -> None:
+        folder = tmp_path / "schemas"
+        shutil.copytree(molt.schema.folder("schemas"), folder)
+        path = folder / f"{table}.sql"
+        path.write_text(path.read_text().replace(f"    {before} ", f"    {column},\n    {before} ", 1))
+        monkeypatch.setattr(molt.schema, "folder", lambda name: folder)
+        molt.schema.tables.cache_clear()
+
+    yield declare
+    monkeypatch.undo()
+    molt.schema.tables.cache_clear()
+
+
+def test_redaction_and_repair_keep_columns_apart_in_a_log_that_got_one_later(three: Path, grow: Callable[[str, str, str], None]) -> None:
+    before = LogReader.open(three).cut().table("segments", ["segment_id", "reward", "outcome", "n_tokens", "is_terminated"]).to_pylist()
+    grow("segments", "bonus float", "reward")
+    with existing_core(three) as core:
+        redact_rollout(core, "e0-p1/0/0", reason="asked")
+    assert verify_log(three).is_clean
+    with existing_core(three) as core:  # the last row gets a number that its digest does not know
+        table = core.tables["segments"]
+        rows = table.dataset.to_table().sort_by("lsn")
+        place = rows.schema.get_field_index("n_tokens")
+        wrong = rows.set_column(place, rows.schema.field("n_tokens"), pa.chunked_array([pa.array([5, 5, 6], pa.int32())]))
+        transaction, _ = table.dataset.merge_insert("lsn").when_matched_update_all().execute_uncommitted(wrong)
+        table.commit_operation(transaction.operation, core.state.stamp("segments", "carry"))
+    assert fsck(three, is_repairing=True).is_clean
+    after = LogReader.open(three).cut().table("segments", ["segment_id", "reward", "outcome", "n_tokens", "is_terminated"]).to_pylist()
+    assert len(after) == 2
+    assert all(row in before for row in after)
