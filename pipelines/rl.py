@@ -20,7 +20,7 @@ from molt.driver.changes import changes_since
 from molt.driver.evaluation import evaluate
 from molt.driver.house import House, alongside, open_house, say_started
 from molt.driver.leader import Leader
-from molt.driver.records import finish, record_step, save_checkpoint
+from molt.driver.records import finish, is_save_due, record_step, save_checkpoint
 from molt.driver.refit import publish, refit, refit_again, refit_newcomers
 from molt.driver.versions import VersionClock
 from molt.errors import SettingError
@@ -56,7 +56,7 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                         step += 1
                         if config.eval.interval and step % config.eval.interval == 0:
                             await evaluate(house, leader, step=step, policy_version=clock.version)
-                        if config.ckpt.save_interval and step % config.ckpt.save_interval == 0 and clock.is_boundary:
+                        if clock.is_boundary and is_save_due(config, step=step, saved_step=leader.saved_step):
                             await save_checkpoint(house, leader, step=step, policy_version=clock.version)
                     leader.is_stopped = stopper.is_draining and step < num_steps
                     progress.waiting("rollouts in flight to end")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from molt.admission.inbox import Inbox
-from molt.admission.order import next_position
+from molt.admission.order import PromptOrder, next_position
 from molt.admission.plan import SegmentRow, StepPlan, plan_from_json
+from molt.errors import DataError
 
 SEGMENT_COLUMNS = (
     "segment_id", "rollout_id", "group_id", "prompt_index", "lsn", "n_tokens", "n_sampled", "version_min", "version_max",
@@ -51,6 +52,24 @@ class Standing:
 def segment_rows(rows: Iterable[Mapping[str, Any]]) -> list[SegmentRow]:
     """Rows of the segments table as the leader's scalars."""
     return [SegmentRow(**{name: row[name] for name in SEGMENT_COLUMNS}) for row in rows]
+
+
+def check_order(events: Iterable[Mapping[str, Any]], order: PromptOrder, prompt_ids: Sequence[str]) -> None:
+    """DataError where prompts that were sent stand elsewhere in this order, or are other ones: some would be skipped, others doubled.
+
+    events: of EVENT_KINDS. prompt_ids: of the prompts of now.
+    """
+    for row in events:
+        body = json.loads(row["body"]) if row["kind"] == "group_dispatched" else {}
+        if body.get("purpose") != "train":
+            continue
+        place = order.place(body["epoch"] * order.num_prompts + body["order_index"])
+        if (place.group_id, prompt_ids[place.prompt_index]) != (body["group_id"], body["prompt_id"]):
+            raise DataError(
+                f"data.prompt_dataset: group {body['group_id']} was sent as prompt {body['prompt_id']}, on its place stands now "
+                f"{place.group_id} with prompt {prompt_ids[place.prompt_index]} of {len(prompt_ids)}; "
+                "go on with the prompts and the run.seed that the run began with, or begin a new run from its exported model"
+            )
 
 
 def stand(

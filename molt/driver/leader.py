@@ -23,7 +23,7 @@ from molt.admission.decide import AdmissionRule, Decision, GroupVerdict
 from molt.admission.inbox import Inbox
 from molt.admission.order import Place, PromptOrder
 from molt.admission.plan import SegmentRow, StepPlan, plan_digest, plan_step, plan_to_json
-from molt.admission.recover import EVENT_KINDS, SEGMENT_COLUMNS, OpenMember, Standing, segment_rows, stand
+from molt.admission.recover import EVENT_KINDS, SEGMENT_COLUMNS, OpenMember, Standing, check_order, segment_rows, stand
 from molt.config import Config
 from molt.data.prompts import PromptSet
 from molt.driver.facts import attempt_lost, consumption, group_decided, step_trained
@@ -102,12 +102,13 @@ class Leader:
     # Where the run stands
 
     def read_standing(self, from_step: int) -> Standing:
-        """Fill inbox and cursor from the log. A fresh run has an empty standing."""
+        """Fill inbox and cursor from the log. A fresh run has an empty standing. DataError where the prompts are other ones now."""
         columns = [name for name in SEGMENT_COLUMNS if name != "lsn"]
         cut = self.reader.cut()
         segments = cut.table("segments", ["lsn", *columns], where="purpose = 'train'").sort_by("lsn").to_pylist()
         kinds = ", ".join(f"'{kind}'" for kind in EVENT_KINDS)
         events = cut.table("events", ["lsn", "kind", "body"], where=f"kind in ({kinds})").sort_by("lsn").to_pylist()
+        check_order(events, self.order, [prompt.prompt_id for prompt in self.prompts])
         standing = stand(segments, events, inbox=self.inbox, from_step=from_step, num_prompts=len(self.prompts))
         self._segments = self.reader.tail("segments", [*SEGMENT_COLUMNS, "purpose"], after=self.inbox.cursor)
         self.position = standing.position

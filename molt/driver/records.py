@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from molt.admission.plan import StepPlan
+from molt.config import Config
 from molt.driver.house import House
 from molt.driver.leader import Leader
 from molt.driver.refit import publish
@@ -53,6 +54,12 @@ async def record_step(
         return await publish(house, version)
     await leader.hold()
     return None
+
+
+def is_save_due(config: Config, *, step: int, saved_step: int | None) -> bool:
+    """Whether a multiple of ckpt.save_interval was passed since the newest checkpoint: a version need not begin at one."""
+    every = config.ckpt.save_interval
+    return every > 0 and step // every > (saved_step or 0) // every
 
 
 async def save_checkpoint(house: House, leader: Leader, *, step: int, policy_version: int, is_final: bool = False) -> None:

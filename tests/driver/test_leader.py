@@ -19,10 +19,11 @@ from molt.data.prompts import PromptSet
 from molt.driver.house import alongside
 from molt.driver.leader import MAX_REFUSED, Leader
 from molt.driver.versions import VersionClock
-from molt.errors import StalledError
+from molt.errors import DataError, StalledError
 from molt.learn.result import Refusal, RefusalReason, StepResult
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
+from molt.log.rows import event
 from molt.log.writer import LogWriter
 from molt.rollout.tasks import FailureReason, FinishedGroup, GroupTask, RolloutFailed
 from tests.learn.tiny import make_rows, to_segments
@@ -155,6 +156,28 @@ async def test_prompts_end_in_a_short_step_or_a_stale_group_and_then_in_no_plan(
     told = LogReader.open(tmp_path / "run").cut().table("events", ["body"], where="kind = 'group_decided'")["body"].to_pylist()
     decisions = Counter(json.loads(body)["decision"] for body in told)
     assert decisions == ({"admitted": 5} if last_version else {"admitted": 4, "stale": 1})
+
+
+@pytest.mark.parametrize(("num_prompts", "seed"), [(6, 0), (2, 0), (4, 1)])
+async def test_run_over_other_prompts_or_in_another_order_is_not_gone_on_with(
+    tmp_path: Path, writer: LogWriter, num_prompts: int, seed: int
+):
+    """Of four prompts three were sent. Under another number or seed their places are others': one would be skipped, one sent twice."""
+    first = make_leader(tmp_path, writer, ScriptedPool(), num_prompts=4)
+    places = [first.order.place(position) for position in range(3)]
+    sent = [
+        event(
+            "group_dispatched", group_id=place.group_id, policy_version=0, epoch=place.epoch, order_index=place.order_index,
+            prompt_index=place.prompt_index, prompt_id=first.prompts[place.prompt_index].prompt_id, group_size=2, members=[0, 1],
+            purpose="train",
+        )
+        for place in places
+    ]  # fmt: skip
+    await first.producer.append(events=sent)
+    assert make_leader(tmp_path, writer, ScriptedPool(), num_prompts=4).read_standing(from_step=0).position == 3
+    later = make_leader(tmp_path, writer, ScriptedPool(), num_prompts=num_prompts, run={"seed": seed})
+    with pytest.raises(DataError, match=r"data.prompt_dataset: group e0-p\d was sent as prompt .*the run.seed that the run began with"):
+        later.read_standing(from_step=0)
 
 
 async def test_steps_that_are_refused_one_after_the_other_end_the_run(tmp_path: Path, writer: LogWriter):

@@ -1,4 +1,4 @@
-"""How an attempt ends in its log when something fails while facts are still on their way there."""
+"""What an attempt writes down and when: checkpoints, and how it ends when something fails while facts are on their way to the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from molt.config import Config
-from molt.driver.records import finish
+from molt.driver.records import finish, is_save_due
 from molt.errors import LogError, MoltError
 from molt.learn.ranks import RankGroup
 from molt.log.producer import Producer
@@ -69,3 +69,13 @@ async def test_facts_outlive_a_cancelled_wait_for_them(tmp_path: Path, writer: L
     with pytest.raises(LogError, match="no space left"):
         await leader.settled()
     await leader.settled()  # it was heard
+
+
+def test_checkpoints_are_made_at_the_first_new_version_past_each_interval():
+    config = Config.model_validate({"ckpt": {"save_interval": 3}})
+    saved: list[int] = []
+    for step in range(1, 15, 2):  # versions begin after 1, 3, 5, ... steps, as where an attempt ended inside one of two steps
+        if is_save_due(config, step=step, saved_step=saved[-1] if saved else None):
+            saved.append(step)
+    assert saved == [3, 7, 9, 13]  # past 3, 6, 9, 12
+    assert not is_save_due(Config(), step=8, saved_step=None)
