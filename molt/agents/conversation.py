@@ -84,23 +84,30 @@ class Conversation:
         return turn
 
     def _match(self, messages: Sequence[Message]) -> dict[int, SampledTurn]:
-        """Which assistant messages are turns that were sampled here: those with a turn's exact text, in the order of the turns.
+        """Which assistant messages are turns that were sampled here: those with a turn's exact text.
 
-        A message that names its turn is that one; its text must still be the turn's, since an edited text was not sampled.
+        A message that names its turn is that one; its text must still be the turn's, since an edited text was not sampled. The answer
+        to the messages of a call is that call's turn, so that an example that reads the same is none. The rest go by order.
         """
-        found: dict[int, SampledTurn] = {}
-        number = 0
-        for place, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            later = [index for index, turn in self.turns.items() if index >= number and turn.text == message["content"]]
-            named = message.get(TURN_KEY)
-            if named in later:
-                later = [named]
-            if later:
-                found[place] = self.turns[later[0]]
-                number = later[0] + 1
-        return found
+        said = {place: message["content"] for place, message in enumerate(messages) if message["role"] == "assistant"}
+        bare = tuple(_bare(message) for message in messages)
+        found: dict[int, int] = {}
+        for (number, turn), call in zip(self.turns.items(), self._calls, strict=True):
+            place = len(call.messages) - 1
+            if said.get(place) == turn.text and bare[:place] == call.messages[:-1]:
+                found[place] = number
+        for place, text in said.items():
+            named = self.turns.get(messages[place].get(TURN_KEY, -1))
+            if named is not None and named.text == text:
+                found[place] = messages[place][TURN_KEY]
+        known, number = set(found.values()), 0
+        for place, text in said.items():
+            if place not in found:
+                later = [index for index, turn in self.turns.items() if index >= number and index not in known and turn.text == text]
+                if later:
+                    found[place] = later[0]
+            number = max(number, found.get(place, -1) + 1)
+        return {place: self.turns[number] for place, number in found.items()}
 
     def _whole(self, layout: Layout, turns: dict[int, SampledTurn]) -> CallPrompt:
         """The whole render, sampled turns put in as sampled."""

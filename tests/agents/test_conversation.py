@@ -10,6 +10,7 @@ import pytest
 from molt.agents.conversation import Conversation
 from molt.agents.render import ChatRenderer
 from molt.agents.tokenizer import Tokenizer
+from molt.data.messages import TURN_KEY
 from molt.errors import AgentError
 from molt.log.rows import TokenSource
 from tests.agents.tokenizers_for_tests import byte_tokenizer
@@ -256,3 +257,19 @@ def test_sources_name_who_wrote_what(renderer: ChatRenderer) -> None:
         (TokenSource.OBSERVATION, 2),
         (TokenSource.TEMPLATE, 2),
     )
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_example_that_reads_like_the_answer_is_not_taken_for_it(is_named: bool) -> None:
+    # Taken for the sampled turn, the example would leave the true one behind it, and the question would be shown twice.
+    renderer = chatml(merges=(("e", "s"),))
+    encode = renderer.tokenizer.encode
+    shown = [USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "Sure?"}]
+    conversation = Conversation(renderer)
+    first = conversation.prompt(shown)
+    sampled = np.concatenate([encode(text) for text in ("y", "e", "s", "<|im_end|>")])  # encoding "yes" gives two ids, not three
+    turn = conversation.add(shown, first, sampled)
+    answer = {"role": "assistant", "content": turn.text} | ({TURN_KEY: 0} if is_named else {})
+    second = conversation.prompt([*shown, answer, {"role": "user", "content": "Why?"}])
+    glue = encode("\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
+    assert second.token_ids.tolist() == [*first.token_ids.tolist(), *sampled.tolist(), *glue.tolist()]
