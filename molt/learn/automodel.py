@@ -70,22 +70,22 @@ def check(fsdp: FsdpSettings) -> None:
             f"fsdp.attn_implementation={fsdp.attn_implementation}, AutoModel has {', '.join(ATTENTION)} for packed rows; "
             "set one of them, or actor.implementation=hf"
         )
-    if fsdp.attn_implementation == "te" and not _has_transformer_engine():
+    if fsdp.attn_implementation == "te" and (why := _why_no_transformer_engine()) is not None:
         raise SettingError(
-            "fsdp.attn_implementation=te, Transformer Engine is not installed or has no torch extension; "
-            "build it or set fsdp.attn_implementation=sdpa"
+            f"fsdp.attn_implementation=te, Transformer Engine cannot be used: {why}; install it with its torch extension, "
+            "or set fsdp.attn_implementation=sdpa"
         )
 
 
-def _has_transformer_engine() -> bool:
-    """Importing it without its core raises RuntimeError instead of ImportError."""
+def _why_no_transformer_engine() -> str | None:
+    """None when it can be imported. Without its core, or a library that it loads, that raises other errors than ImportError."""
     if find_spec("transformer_engine") is None:
-        return False
+        return "it is not installed"
     try:
         import transformer_engine.pytorch  # noqa: F401 - tried for its torch extension
-    except (ImportError, RuntimeError, OSError):
-        return False
-    return True
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _setup(actor: ActorSettings, fsdp: FsdpSettings) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,10 +106,24 @@ def test_sizes_and_attentions_that_cannot_be_had_are_refused_with_the_reason(fol
     for fsdp, reason in (
         (FsdpSettings(tp_size=2), "fsdp.tp_size=2 with actor.implementation=automodel"),
         (FsdpSettings(attn_implementation="eager"), "AutoModel has sdpa, te, flex"),
-        (FsdpSettings(attn_implementation="te"), "Transformer Engine is not installed"),
+        (FsdpSettings(attn_implementation="te"), "cannot be used: it is not installed"),
     ):
         with pytest.raises(SettingError, match=reason):
             load_model(str(folder), AUTOMODEL, fsdp)
+
+
+def test_transformer_engine_that_does_not_load_is_refused_with_what_it_raised(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "pytorch.py").write_text("raise OSError('libcudnn_graph.so.9: no such file')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # put back at the end, so that the package below is forgotten
+    del sys.modules["transformer_engine"]
+    with pytest.raises(SettingError, match=r"OSError: libcudnn_graph.so.9: no such file; install it"):
+        load_model(str(folder), ActorSettings(implementation="automodel"), FsdpSettings(attn_implementation="te"))
 
 
 def test_automodel_is_taken_by_itself_only_on_a_gpu() -> None:
