@@ -26,6 +26,8 @@ LEASE_WAIT_S = 10.0
 """Longest wait for the lease of a process that is ending."""
 CALL_LIMIT_S = 60.0
 """Longest wait for a call of the actor that should take milliseconds."""
+SEAL_LIMIT_S = 4 * 3600.0
+"""Longest wait for a seal: it reads every byte of the log."""
 
 
 def actor_name(run: str) -> str:
@@ -135,9 +137,13 @@ def start_log_actor(run_dir: str | Path, *, run: str, attempt: int = 1, store: s
 
 
 def stop_log_actor(handle: Any, *, is_sealing: bool = False, limit_s: float = CALL_LIMIT_S) -> None:
-    """Commit what is queued, seal where asked, give the lease back and end the actor."""
-    if is_sealing:
-        ray.get(handle.flush.remote(), timeout=limit_s)
-        ray.get(handle.seal.remote(), timeout=limit_s)
-    ray.get(handle.close.remote(), timeout=limit_s)
-    ray.kill(handle, no_restart=True)
+    """Commit what is queued, seal where asked, give the lease back and end the actor; the last two also when a seal fails."""
+    try:
+        if is_sealing:
+            ray.get(handle.flush.remote(), timeout=limit_s)
+            ray.get(handle.seal.remote(), timeout=SEAL_LIMIT_S)
+    finally:
+        try:
+            ray.get(handle.close.remote(), timeout=limit_s)
+        finally:
+            ray.kill(handle, no_restart=True)

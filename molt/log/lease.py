@@ -167,10 +167,14 @@ class ExpiringLease:
 
     def _renew(self) -> None:
         while not self._stop.wait(self._ttl_s / 3):
-            if self._newest() != self._name:
-                return
-            self._me = replace(self._me, expires_at=time.time() + self._ttl_s)
-            self._home.write(self._name, self._me.encode())
+            renewed = replace(self._me, expires_at=time.time() + self._ttl_s)
+            try:
+                if self._newest() != self._name:
+                    return
+                self._home.write(self._name, renewed.encode())
+            except Exception:  # a full disk, a store that is away: the next turn tries again, and check() counts from the last success
+                continue
+            self._me = renewed
 
     def check(self) -> None:
         """Raise FencedError when it may have passed to another: its time is over by this clock. The fence of the commit does the rest."""

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from molt.errors import DataError, FencedError, LogError, LogFullError, MoltError
 from molt.log.core import LogCore, Rows, open_core
@@ -26,7 +26,7 @@ from molt.log.encode import ENCODABLE, WrittenRows
 from molt.log.inbox import Entry, Inbox, gap_error
 from molt.log.message import Ack, Message, message_digest
 from molt.log.retention import apply_retention
-from molt.log.rows import Event, event, to_arrow
+from molt.log.rows import event, to_arrow
 from molt.log.store import RetentionSettings, Store, load_store
 from molt.log.upkeep import Upkeep
 from molt.schema import TABLES, arrow_schema
@@ -48,24 +48,20 @@ class LogWriter:
         self._columns = {name: {column.name: column.type for column in arrow_schema(name) if column.name != "lsn"} for name in TABLES}
         self._apart = 0
         """Messages still to be committed one by one, after a group failed for a reason that may lie in one of them."""
-        self._own_name = f"log.{core.state.epoch}"
-        self._own_seq = 0
-        self._jobs: list[Callable[[], None]] = []
+        self._facts = [
+            event("log_healed", table_name=item.table, version=item.version, quarantined=list(item.quarantined)) for item in core.healings
+        ]
+        """What the writer itself has to tell and could not yet."""
+        self._jobs: list[tuple[Future[Any], Callable[[], None]]] = []
         self._retained_at = core.state.group
         self._is_flushing = False
         self._is_closing = False
         self._is_stopped = False
         self._failure: MoltError | None = None
-        if core.is_new_attempt:
-            with suppress(LogFullError):  # a full disk puts it off
+        with suppress(LogFullError):  # a full disk puts it off
+            self._tell()
+            if core.is_new_attempt:
                 apply_retention(core, is_beginning=True)
-        if core.healings:
-            self._note(
-                [
-                    event("log_healed", table_name=item.table, version=item.version, quarantined=list(item.quarantined))
-                    for item in core.healings
-                ]
-            )
         self._thread = threading.Thread(target=self._loop, name="molt-log-writer", daemon=True)
         self._thread.start()
 
@@ -73,7 +69,12 @@ class LogWriter:
     def open(cls, run_dir: str | Path, *, run: str, attempt: int = 1, store: str | Store = "durable", steal: bool = False) -> LogWriter:
         """Open or make the log of a run: takes the lease, completes a decided group, fences off any older writer."""
         profile = store if isinstance(store, Store) else load_store(store)
-        return cls(open_core(run_dir, profile, run=run, attempt=attempt, steal=steal))
+        core = open_core(run_dir, profile, run=run, attempt=attempt, steal=steal)
+        try:
+            return cls(core)
+        except BaseException:
+            core.close()
+            raise
 
     @property
     def run(self) -> str:
@@ -156,6 +157,8 @@ class LogWriter:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 self._core.roll_forward()
                 future.set_result(job(self._core))
@@ -167,7 +170,7 @@ class LogWriter:
             if refusal is not None:
                 future.set_exception(refusal)
             else:
-                self._jobs.append(run)
+                self._jobs.append((future, run))
                 self._lock.notify_all()
         return future
 
@@ -201,12 +204,14 @@ class LogWriter:
             with self._lock:
                 group = self._next_group()
             if group is None:
+                with suppress(MoltError):
+                    self._tell()
                 return
             try:
                 self._commit(group)
                 self._keep_up()
                 while self._jobs:
-                    self._jobs.pop(0)()
+                    self._jobs.pop(0)[1]()
             except (LogFullError, FencedError, LogError) as error:
                 self._fail(group, error, is_fatal=isinstance(error, FencedError))
             except BaseException as error:  # also a panic of Lance: the writer must not die in silence, whoever waits learns why
@@ -221,7 +226,8 @@ class LogWriter:
             for entry in self._inbox.overdue(self._store.queue.gap_timeout_s):
                 error = gap_error(entry, self._inbox.next_seq(entry.message.producer), self._store.queue.gap_timeout_s)
                 for future in entry.futures:
-                    future.set_exception(error)
+                    if not future.done():
+                        future.set_exception(error)
             ready = self._inbox.ready
             if not ready:
                 self._is_flushing = False
@@ -274,25 +280,28 @@ class LogWriter:
 
     def _keep_up(self) -> None:
         """Upkeep between commits. A full disk puts it off; the alarms go into the log."""
-        try:
-            alarms = self._upkeep.run()
+        with suppress(LogFullError):
+            self._facts += [
+                event("log_alarmed", table_name=alarm.table, what=alarm.what, value=alarm.value, bound=alarm.limit)
+                for alarm in self._upkeep.run()
+            ]
+            self._tell()
             if self._store.retention != RetentionSettings() and self._core.state.group >= self._retained_at + _RETENTION_GROUPS:
                 apply_retention(self._core)
                 self._retained_at = self._core.state.group
-        except LogFullError:
-            return
-        facts = [event("log_alarmed", table_name=alarm.table, what=alarm.what, value=alarm.value, bound=alarm.limit) for alarm in alarms]
-        if facts and not self._is_closing:
-            self._note(facts)
 
-    def _note(self, facts: list[Event]) -> Future[Ack]:
-        """Queue facts of the writer itself."""
-        future: Future[Ack] = Future()
-        with self._lock:
-            rows = to_arrow("events", facts, run=self.run, attempt=self.attempt, producer=self._own_name, seq=self._own_seq)
-            self._inbox.accept(Message.of(self._own_name, self._own_seq, self.attempt, {"events": rows}), future)
-            self._own_seq += 1
-        return future
+    def _tell(self) -> None:
+        """Commit the facts of the writer itself; those of a group that failed are told with the next one."""
+        if not self._facts:
+            return
+        core, before = self._core, self._core.state.group
+        producer = f"log.{core.state.epoch}.{before}"
+        rows = to_arrow("events", self._facts, run=self.run, attempt=self.attempt, producer=producer, seq=0)
+        try:
+            core.commit_group({"events": [rows]}, {})
+        finally:
+            if core.state.group > before:  # decided: what it owes is completed before the next group
+                self._facts = []
 
     def _acknowledge(self, entry: Entry, *, is_repetition: bool) -> None:
         state = self._core.state
@@ -311,6 +320,11 @@ class LogWriter:
         """Tell whoever waits. A group that was decided stays known: its resend is acknowledged once the rest is committed."""
         is_decided = bool(group) and self._core.state.marks.get(group[-1].message.producer, (-1, ""))[0] >= group[-1].message.seq
         with self._lock:
+            if is_fatal or not group:  # nothing but jobs was there to be done
+                jobs, self._jobs = self._jobs, []
+                for job, _ in jobs:
+                    if job.set_running_or_notify_cancel():
+                        job.set_exception(error)
             if is_fatal:
                 self._failure = error
                 self._inbox.drain(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import pyarrow as pa
 import pytest
 
 import molt.schema
-from molt.errors import CorruptLogError
+from molt.errors import CorruptLogError, LogError, LogFullError
 from molt.log.core import existing_core
 from molt.log.fsck import fsck
 from molt.log.holds import hold
+from molt.log.home import LocalHome
+from molt.log.lease import ExpiringLease
 from molt.log.pin import create_pin, delete_pin
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
@@ -26,9 +29,10 @@ from molt.log.retention import Family, drop_family, redact_rollout
 from molt.log.rows import Score
 from molt.log.store import Store
 from molt.log.table import LogTable
+from molt.log.upkeep import Alarm
 from molt.log.verify import verify_log
 from molt.log.writer import LogWriter
-from tests.log.build import make_fact, make_segment, segment_id
+from tests.log.build import make_fact, make_message, make_segment, segment_id
 
 Fast = Callable[..., Store]
 
@@ -226,3 +230,67 @@ def test_redaction_and_repair_keep_columns_apart_in_a_log_that_got_one_later(thr
     after = LogReader.open(three).cut().table("segments", ["segment_id", "reward", "outcome", "n_tokens", "is_terminated"]).to_pylist()
     assert len(after) == 2
     assert all(row in before for row in after)
+
+
+def test_fact_of_the_writer_itself_outlives_a_full_disk(run_dir: Path, fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        producer = Producer(writer, "p")
+        alarms = [Alarm(table="events", what="live fragments", value=1000.0, limit=1000.0)]
+        monkeypatch.setattr(writer._upkeep, "run", lambda: [alarms.pop()] if alarms else [])
+        table = writer._core.tables["events"]
+        write, left = table.write, [1]
+
+        def full_once(*args: Any, **options: Any) -> Any:
+            if left:
+                left.pop()
+                raise LogFullError("log: No space left on device")
+            return write(*args, **options)
+
+        monkeypatch.setattr(table, "write", full_once)
+        producer.append_sync(segments=[make_segment(0)])
+        producer.append_sync(segments=[make_segment(1)])
+    kinds = LogReader.open(run_dir).cut().table("events", ["kind"])["kind"].to_pylist()
+    assert (left, kinds) == ([], ["log_alarmed"])
+
+
+def test_job_is_refused_when_what_a_group_owes_cannot_be_committed(run_dir: Path, fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        table = writer._core.tables["events"]
+
+        def full(*args: Any) -> None:
+            raise LogFullError("log: No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(table, "commit", full)
+            with pytest.raises(LogFullError):
+                writer.submit(make_message("p", 0, [0], facts=[0])).result(10)
+            with pytest.raises(LogFullError):
+                writer.between_commits(lambda core: None).result(10)
+        assert writer.between_commits(lambda core: core.state.rows_end["events"]).result(10) == 1
+
+
+def test_writer_that_cannot_begin_gives_its_lease_back(three: Path, fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("molt.log.writer.Inbox", lambda *args, **options: (_ for _ in ()).throw(LogError("no")))
+        with pytest.raises(LogError, match="no"):
+            LogWriter.open(three, run="run", store=fast("process"))
+    LogWriter.open(three, run="run", store=fast("process")).close()
+
+
+def test_expiring_lease_outlives_a_renewal_that_fails(tmp_path: Path) -> None:
+    tries: list[str] = []
+
+    class Away(LocalHome):
+        def write(self, name: str, content: bytes) -> None:
+            tries.append(name)
+            if len(tries) == 1:
+                raise LogFullError("log: No space left on device")
+            super().write(name, content)
+
+    lease = ExpiringLease(Away(tmp_path, is_synced=False, session_bytes=1 << 20), ttl_s=3.0, steal=False)
+    first, until = lease._me.expires_at, time.monotonic() + 10
+    while lease._me.expires_at == first and time.monotonic() < until:
+        time.sleep(0.05)
+    lease.check()
+    assert len(tries) >= 2
+    lease.release()
