@@ -18,6 +18,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -151,7 +152,7 @@ async def run_episode(
     return _finished(prompt, policy, progress, renderer, sampling, ids, started_at)
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """File and line at which an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
@@ -159,14 +160,21 @@ def _where(error: Exception) -> str:
 
 async def _drive_env(runner: AgentRunner, prompt: Prompt, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
     """Run an Env within its time, grade what a limit cut, close it."""
-    env = runner.make_env(prompt)
+
+    async def make() -> Env:
+        return runner.make_env(prompt)
+
+    env = await _contained(make())
     try:
-        await _watched(_env_loop(env, policy, progress), policy, progress, limits)
+        await _watched(_env_loop(env, policy, progress), policy, limits)
         if progress.stop_reason is None:
             result = await _limited(env.cut(_cut_by(policy), progress.earned), "Env.cut")
             _take_cut(result, policy, progress, limits)
-    finally:
-        await _limited(env.close(), "Env.close")
+    except BaseException:
+        with suppress(Exception):  # the first cause is told
+            await _limited(env.close(), "Env.close")
+        raise
+    await _limited(env.close(), "Env.close")
 
 
 async def _drive_run(runner: AgentRunner, prompt: Prompt, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
@@ -175,7 +183,7 @@ async def _drive_run(runner: AgentRunner, prompt: Prompt, policy: Policy, progre
     async def loop() -> None:
         progress.end(await runner.run(prompt, policy))
 
-    await _watched(loop(), policy, progress, limits)
+    await _watched(loop(), policy, limits)
     if progress.stop_reason is None:
         result = await _limited(runner.cut(prompt, _cut_by(policy), progress.earned), "AgentRunner.cut")
         _take_cut(result, policy, progress, limits)
@@ -204,33 +212,46 @@ def _shown(observation: Observation | None, *, is_first: bool) -> tuple[Message,
     return observation.messages
 
 
-async def _watched(loop: Coroutine[Any, Any, None], policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
+async def _watched(loop: Coroutine[Any, Any, None], policy: Policy, limits: EpisodeLimits) -> None:
     """Await the agent's loop for rollout.timeout_s. Leaves progress.stop_reason None when a limit ended it."""
-    task = asyncio.ensure_future(loop)
+
+    async def until_limit() -> None:
+        with suppress(LimitReached):
+            await loop
+
+    task = asyncio.ensure_future(_contained(until_limit()))
     try:
         done, _ = await asyncio.wait({task}, timeout=limits.timeout_s)
-        is_late_in_call = policy.is_waiting
+        if not done:
+            policy.limit, policy.is_late_in_call = StopReason.TIMEOUT, policy.is_waiting
     finally:
         if not task.done():
             # Code that swallows the cancellation is left behind after a while.
             task.cancel()
             await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
-    if not done:
-        policy.limit = StopReason.TIMEOUT
-        policy.is_late_in_call = is_late_in_call
-        return
-    try:
+    if done:
         task.result()
-    except LimitReached:
-        return
 
 
 async def _limited(coroutine: Coroutine[Any, Any, T], name: str) -> T:
     """Await user code that must be quick."""
     try:
-        return await asyncio.wait_for(coroutine, CLOSE_TIMEOUT_S)
+        return await asyncio.wait_for(_contained(coroutine), CLOSE_TIMEOUT_S)
     except TimeoutError as error:
         raise AgentTimeoutError(f"{name} took longer than {CLOSE_TIMEOUT_S} s") from error
+
+
+async def _contained(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await user code. What it raises beside Exceptions would end the whole worker (sys.exit), or pass for a rollout that was cancelled."""
+    try:
+        return await coroutine
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise AgentError(f"{type(error).__name__}: {error}, which is no Exception ({_where(error)}); raise one that is") from error
 
 
 def _cut_by(policy: Policy) -> StopReason:

@@ -87,6 +87,8 @@ class Policy:
         """Sample the next assistant message."""
         if self.is_waiting:
             raise AgentError("model.generate was called while a call of the same rollout was in flight; await one before the next")
+        if self.limit is not None:
+            raise LimitReached(self.limit)  # the agent let an earlier one not pass, or goes on after its time
         if self.num_turns >= self._limits.max_turns:
             self._stop(StopReason.MAX_TURNS)
         self.is_waiting = True

@@ -346,3 +346,62 @@ async def test_empty_answer_is_no_parent_of_its_retry(prompt, renderer) -> None:
     (segment,) = episode.segments
     assert segment.opened_by == "start" and segment.n_sampled == 4
     assert segment.token_ids.tolist() == [*engine.prompts[0], *renderer.tokenizer.encode("abc<|end|>")]
+
+
+class Ending(BaseException):
+    """Raised by code that means to end everything."""
+
+
+@pytest.mark.parametrize("place", ["__init__", "reset", "step", "cut", "close"])
+@pytest.mark.parametrize("kind", [SystemExit, Ending, asyncio.CancelledError])
+async def test_what_an_agent_raises_beside_exceptions_fails_its_rollout_alone(prompt, renderer, place: str, kind: type) -> None:
+    # Raised on, SystemExit ends the loop that all rollouts of a worker share, and CancelledError passes for a rollout that was cancelled.
+    def leave(*_: object) -> None:
+        raise kind("leaving")
+
+    async def leave_later(*_: object) -> None:
+        leave()
+
+    env = type("Leaving", (ScriptedEnv,), {"script": (GO_ON,) * 9 if place == "cut" else (DONE,)})
+    runner = type("LeavingRunner", (agents.AgentRunner,), {"env": env})()
+    setattr(env, place, leave if place == "__init__" else leave_later)
+    with pytest.raises(AgentError, match=rf"{kind.__name__}: leaving, which is no Exception \(.*test_episode.py"):
+        await run(runner, prompt, renderer, "one", max_turns=2)
+
+
+async def test_a_close_that_raises_does_not_hide_what_ended_the_rollout(prompt, renderer) -> None:
+    class Closing(ScriptedEnv):
+        async def close(self) -> None:
+            raise OSError("already closed")
+
+    with pytest.raises(AgentError, match="KeyError: 'the cause'"):
+        await run(runner_of(KeyError("the cause"), base=Closing), prompt, renderer, "one")
+    task = asyncio.ensure_future(run(runner_of(hang, base=Closing), prompt, renderer, "one"))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(AgentError, match="already closed"):
+        await run(runner_of(DONE, base=Closing), prompt, renderer, "one")
+
+
+async def test_an_agent_that_goes_on_after_its_time_gets_no_further_answer(prompt, renderer, monkeypatch) -> None:
+    said = []
+
+    class Deaf(agents.AgentRunner):
+        async def run(self, prompt: Prompt, model: agents.Model) -> agents.Result:
+            for _ in range(3):
+                try:
+                    await model.generate(prompt.messages)
+                except BaseException as error:
+                    said.append(type(error).__name__)
+            await asyncio.sleep(60)
+            return DONE
+
+    async def slow(_: object) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("molt.agents.episode.CLOSE_TIMEOUT_S", 0.05)
+    with pytest.raises(AgentTimeoutError, match="in a model call"):
+        await run(Deaf(), prompt, renderer, slow, timeout_s=0.05)
+    assert said == ["CancelledError", "LimitReached", "LimitReached"]
