@@ -71,7 +71,7 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
     send what was in flight once more. Nothing is generated twice. Plans made for other data shards are cut anew. Returns the next step
     and the count of versions."""
     config = house.config
-    checkpoint = house.ranks.newest_checkpoint()
+    checkpoint = await house.ranks.newest_checkpoint()
     position = None if checkpoint is None else await house.ranks.load(checkpoint)
     step = 0 if position is None else position.step
     leader.saved_step = None if position is None else step

@@ -134,7 +134,7 @@ async def open_school(
 
 async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> int:
     """Load the newest checkpoint, and append the conversations that the log does not hold yet. Returns the next step."""
-    checkpoint = school.ranks.newest_checkpoint() if is_resumed else None
+    checkpoint = await school.ranks.newest_checkpoint() if is_resumed else None
     initial_digest = await school.ranks.weights_digest()
     school.saved_step = None if checkpoint is None else (await school.ranks.load(checkpoint)).step
     step = school.saved_step or 0

@@ -1,13 +1,14 @@
 """Checkpoints that name the log position that made them: model, optimizer, schedule and random states.
 
     write  into .partial-step-N  ->  fsync  ->  rename to step-N  ->  complete.json (last, by rename)
-    find   the newest folder whose complete.json lists files that are all there in full size; others are passed over with a note
+    find   the newest folder whose complete.json lists files that are all there under their digests; others are passed over with a note
 
 The state itself is torch's distributed checkpoint, so another number of ranks, spread in another way, can load it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from molt.errors import DataError
+from molt.learn import exchange
 from molt.learn.policy import Policy
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -69,7 +71,10 @@ def save(root: Path, policies: dict[str, Policy], position: Position) -> Path:
         dcp.save(_state(policies), checkpoint_id=partial)
     if dist.get_rank() == 0:
         (partial / POSITION).write_text(json.dumps(asdict(position), indent=1))
-        _publish(partial, final)
+    dist.barrier()
+    shares = exchange.gather({name: digest_of_file(partial / name) for name in _share(_files(partial))})
+    if dist.get_rank() == 0:
+        _publish(partial, final, {name: digest for share in shares for name, digest in share.items()})
     dist.barrier()
     return final
 
@@ -115,9 +120,9 @@ def _optimizers_on_device(policies: dict[str, Policy]) -> Iterator[None]:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest complete checkpoint under root; None when there is none. Incomplete ones are named in the log of the process."""
+    """The newest checkpoint under root that is whole, a collective; None when there is none. Others are named in the log of the process."""
     for folder in sorted(root.glob("step-*"), reverse=True) if root.is_dir() else ():
-        reason = incomplete(folder)
+        reason = damage(folder)
         if reason is None:
             return folder
         note.warning("checkpoint passed over", checkpoint=str(folder), reason=reason)
@@ -140,6 +145,32 @@ def incomplete(folder: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, {size} were written"
     return None
+
+
+def damage(folder: Path) -> str | None:
+    """Why a folder is not a whole checkpoint, to the last bit; None when it is. A collective: each rank reads its share of the files."""
+    reason = incomplete(folder)
+    if reason is None:
+        digests: dict[str, str] = json.loads((folder / MARKER).read_text()).get("digests", {})
+        changed = (name for name in _share(sorted(digests)) if digest_of_file(folder / name) != digests[name])
+        reason = next((f"{name} does not hold what was written" for name in changed), None)
+    return exchange.first_refusal(reason)
+
+
+def digest_of_file(file: Path) -> str:
+    """blake2b-128 hex of its bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _share(names: list[str]) -> list[str]:
+    """Those of the files that this rank reads."""
+    return names[dist.get_rank() :: dist.get_world_size()]
+
+
+def _files(folder: Path) -> list[str]:
+    """Every file in it, by its path from there."""
+    return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
 
 
 def read_position(folder: Path) -> Position:
@@ -180,19 +211,16 @@ def _set_rng(states: dict[str, torch.Tensor]) -> None:
         (torch.set_rng_state if name.startswith("cpu") else torch.cuda.set_rng_state)(state)
 
 
-def _publish(partial: Path, final: Path) -> None:
-    """Make a written folder durable and give it its name; the marker comes last."""
-    files = [file for file in sorted(partial.rglob("*")) if file.is_file()]
-    for file in files:
-        sync(file)
+def _publish(partial: Path, final: Path, digests: dict[str, str]) -> None:
+    """Make a written folder durable and give it its name; the marker comes last. digests: of its files."""
+    for name in digests:
+        sync(partial / name)
     sync(partial)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
     sync(final.parent)
     marker = final / f".{MARKER}"
-    marker.write_text(
-        json.dumps({"files": {str(file.relative_to(partial)): (final / file.relative_to(partial)).stat().st_size for file in files}})
-    )
+    marker.write_text(json.dumps({"files": {name: (final / name).stat().st_size for name in digests}, "digests": digests}))
     sync(marker)
     os.replace(marker, final / MARKER)
     sync(final)

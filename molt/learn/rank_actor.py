@@ -217,6 +217,10 @@ class RankProcess(Member):
             checkpoint.keep_newest(Path(root), keep)
         return str(folder), digest
 
+    def newest(self, root: str) -> Path | None:
+        """The newest whole checkpoint; a collective."""
+        return checkpoint.newest(Path(root))
+
     def load(self, folder: str) -> Position:
         """Take up a checkpoint; returns its position."""
         position = checkpoint.load(Path(folder), self.policies)

@@ -17,7 +17,7 @@ from typing import Any
 from molt.admission.plan import StepPlan
 from molt.config import Config
 from molt.errors import MoltError, RefitError, ReplayMismatchError, SettingError, StalledError
-from molt.learn.checkpoint import Position, newest
+from molt.learn.checkpoint import Position
 from molt.learn.result import RecordedStep, StepResult
 from molt.placement import Seat, Seats
 from molt.rollout.engine import WeightSource
@@ -194,9 +194,9 @@ class RankGroup:
         folder, digest = (await self._ask("save", str(root), step, policy_version, cursor, lsn_end, self.config.ckpt.keep))[0]
         return Path(folder), digest
 
-    def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint of the run."""
-        return newest(self.run_dir / CHECKPOINTS)
+    async def newest_checkpoint(self) -> Path | None:
+        """The newest checkpoint of the run that is whole."""
+        return (await self._ask("newest", str(self.run_dir / CHECKPOINTS)))[0]
 
     async def load(self, folder: str | Path) -> Position:
         """Take up a checkpoint on every rank; returns where it stands in run and log."""

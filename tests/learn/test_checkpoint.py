@@ -72,6 +72,22 @@ def test_truncated_file_makes_a_checkpoint_incomplete(model: Path, tmp_path: Pat
     assert "bytes" in (incomplete(folder) or "")
 
 
+def test_one_flipped_bit_anywhere_has_the_checkpoint_before_taken(model: Path, tmp_path: Path) -> None:
+    rows = make_rows(2)
+    rank = make_rank(make_config(model), rows)
+    rank.train(make_plan(rows))
+    old, new = (save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=step, num_updates={"actor": 1})) for step in (1, 2))
+    for file in sorted(file for file in new.rglob("*") if file.is_file()):
+        whole = file.read_bytes()
+        for part in range(8):
+            bits = bytearray(whole)
+            bits[len(whole) * part // 8] ^= 4
+            file.write_bytes(bytes(bits))
+            assert newest(tmp_path) == old, (file.name, part)
+        file.write_bytes(whole)
+        assert newest(tmp_path) == new
+
+
 def test_crash_while_saving_leaves_the_previous_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = make_rank(make_config(model), make_rows(2))
     old = save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=1, num_updates={"actor": 0}))
