@@ -22,6 +22,8 @@ from molt.log.rows import TokenSource
 SOURCES = tuple(TokenSource)
 """Code of a source is its place here."""
 HEAVY = ("token_ids", "behaviour_logprobs", "spans")
+NEEDED = (*HEAVY, "segment_id", "n_tokens")
+"""Columns that a batch is made from and checked by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +129,14 @@ def verify_rows(rows: pa.RecordBatch, where: str) -> None:
         )
 
 
+def refuse_emptied(rows: pa.RecordBatch) -> None:
+    """Raise LogError, naming the first, when tokens of a segment were taken out of the log: that is no damage, and nothing to train on."""
+    empty = np.asarray(pc.equal(pc.list_value_length(rows["token_ids"]), 0)) & (np.asarray(rows["n_tokens"]) > 0)
+    if empty.any():
+        name = rows["segment_id"][int(empty.argmax())]
+        raise LogError(f"segment_id={name}: its tokens were taken out of the log (rows_emptied); it cannot be trained on")
+
+
 def one_batch(rows: pa.Table) -> pa.RecordBatch:
     """The table as one batch."""
     batches = rows.combine_chunks().to_batches()
@@ -154,16 +164,10 @@ def batch_of(
 ) -> SegmentBatch:
     """The rows at those row ids, in that order."""
     with damage_named(f"{dataset.uri}: segments {segment_ids[0]} .. {segment_ids[-1]}"):
-        rows = one_batch(
-            dataset._take_rows(list(row_ids), columns=None if columns is None else list({*columns, *HEAVY, "segment_id", "n_tokens"}))
-        )
+        rows = one_batch(dataset._take_rows(list(row_ids), columns=None if columns is None else list({*columns, *NEEDED})))
     if rows["segment_id"].to_pylist() != list(segment_ids):
         raise CorruptLogError(f"{dataset.uri}: rows {list(row_ids)[:5]} do not hold the segments asked for; run molt verify")
-    empty = np.asarray(pc.equal(pc.list_value_length(rows["token_ids"]), 0)) & (np.asarray(rows["n_tokens"]) > 0)
-    if empty.any():
-        raise LogError(
-            f"segment_id={segment_ids[int(empty.argmax())]}: its tokens were taken out of the log (rows_emptied); it cannot be trained on"
-        )
+    refuse_emptied(rows)
     if verify:
         verify_rows(rows, f"{dataset.uri}: version {dataset.version}")
     return from_rows(rows)

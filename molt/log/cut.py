@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError
-from molt.log.batch import HEAVY, SegmentBatch, batch_of, from_rows, one_batch, verify_rows
+from molt.log.batch import NEEDED, SegmentBatch, batch_of, from_rows, one_batch, refuse_emptied, verify_rows
 from molt.log.blobs import read_blobs
 from molt.log.checked import damage_named, is_gone, reason_of
-from molt.log.descriptor import FORMAT
 from molt.log.holds import hold
 from molt.log.home import Home
 from molt.log.rows import Payload
@@ -55,7 +54,7 @@ class Cut:
         index: SegmentIndex,
         reopen: Callable[[str], tuple[lance.LanceDataset, int]] | None = None,
         *,
-        written: int = FORMAT,
+        written: int,
     ) -> None:
         self._written = written
         """Format that the rows were written in."""
@@ -118,11 +117,12 @@ class Cut:
     def batches(self, columns: Sequence[str] | None = None, *, where: str | None = None, verify: bool = True) -> Iterator[SegmentBatch]:
         """All segments, a bounded number at a time, in the order in which they are stored."""
         dataset = self._datasets["segments"]
-        wanted = None if columns is None else [*columns, *(name for name in HEAVY if name not in columns)]
+        wanted = None if columns is None else list({*columns, *NEEDED})
         scanner = dataset.scanner(columns=wanted, filter=self._bounded("segments", where), batch_size=_BATCH_ROWS)
         with damage_named(f"log={self._home.where}: table segments"):
             for batch in scanner.to_batches():
                 rows = one_batch(pa.Table.from_batches([batch]))
+                refuse_emptied(rows)
                 if verify:
                     verify_rows(rows, f"{dataset.uri}: version {dataset.version}")
                 yield from_rows(rows)

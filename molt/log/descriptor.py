@@ -21,11 +21,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptor:
-    """The log as its first writer made it."""
+    """The log as its first writer made it, and how its newest one keeps it."""
 
     format: int
     run: str
     store: dict[str, Any]
+    """Profile of the newest writer: verbs that look after the log take the same lease and sync as it did."""
     made_by: str
     lance: str
     made_at: float
@@ -65,7 +66,13 @@ def ensure_descriptor(home: Home, store: Store, run: str) -> Descriptor:
         assert found is not None, f"{NAME} vanished"
     if found.run != run:
         raise LogError(f"log={home.where}: it belongs to run {found.run!r}, not {run!r}; give the run's own folder")
-    if found.written_by != f"molt {__version__}":
-        found = replace(found, written_by=f"molt {__version__}")
+    if found.format != FORMAT:
+        raise LogError(
+            f"log={home.where}: format {found.format}; this molt {__version__} writes format {FORMAT} and would mix the two: "
+            f"go on with {found.written_by or found.made_by}, or begin a new run"
+        )
+    newest = replace(found, written_by=f"molt {__version__}", store=store.model_dump())
+    if found != newest:
+        found = newest
         home.write(NAME, encode(found))
     return found

@@ -19,11 +19,11 @@ from molt.errors import CorruptLogError, DataError, SettingError
 from molt.log.core import LogCore
 from molt.log.cut import Cut
 from molt.log.digest import merkle_root, row_digests
-from molt.log.home import find_home, home_of
+from molt.log.home import find_home, home_of, remove_log
 from molt.log.pin import pinned_cut
 from molt.log.reader import LogReader
 from molt.log.store import load_store
-from molt.log.tombstone import tombstones_of
+from molt.log.tombstone import KIND, LOST, Tombstones, tombstones_of
 from molt.log.upcast import with_missing
 from molt.log.verify import root_at
 from molt.schema import TABLES, arrow_schema, reference
@@ -92,6 +92,7 @@ def export_log(run_dir: str | Path, to: Path, *, pin: str | None = None, row_gro
     reader = LogReader.open(run_dir)
     cut = reader.cut() if pin is None else pinned_cut(reader, pin)
     cut.hold()
+    _refuse_unexplained(cut, pin)
     tables = {}
     for name in TABLES:
         path = to / f"{name}.parquet"
@@ -101,6 +102,17 @@ def export_log(run_dir: str | Path, to: Path, *, pin: str | None = None, row_gro
     (to / "README.md").write_text(f"# Export of run {reader.run}\n\nRows are sorted by lsn.\n\n{reference()}", encoding="utf-8")
     (to / MANIFEST).write_bytes(orjson.dumps(export, option=orjson.OPT_INDENT_2))
     return export
+
+
+def _refuse_unexplained(cut: Cut, pin: str | None) -> None:
+    """SettingError when rows of the cut were emptied or lost under a tombstone that lies past it: without that they would look damaged."""
+    facts = cut.dataset("events").to_table(columns=["lsn", "kind", "body"], filter=f"lsn > {cut.lsn} and kind in ('{KIND}', '{LOST}')")
+    later = tombstones_of(facts)
+    if any(lsn <= cut.lsn for lsns in (later.lost, *(item.lsns for item in later.items)) for lsn in lsns):
+        raise SettingError(
+            f"pin={pin}: rows up to its lsn {cut.lsn} were emptied or lost, as lsn {pc.min(facts['lsn']).as_py()} and later say; "
+            f"pin the log as of there, or as it is now"
+        )
 
 
 def _sha256(path: Path) -> str:
@@ -135,23 +147,35 @@ def _checked(path: Path, digests: dict[int, bytes], emptied: set[int]) -> Iterat
 
 
 def import_log(source: Path, run_dir: str | Path, *, store: str = "durable") -> Export:
-    """Make a log from an export: same rows, same lsn, same root. The run must not have a log yet."""
+    """Make a log from an export: same rows, same lsn, same root. The run must not have a log yet; one that fails leaves none on disk."""
     export = read_export(source)
-    if find_home(run_dir) is not None:
+    if find_home(run_dir) is not None or (Path(str(run_dir)) / "log").exists():
         raise SettingError(f"run={run_dir}: has a log already; give a new folder")
     profile = load_store(store)
-    core = LogCore(home_of(run_dir, profile), profile, run=export.run, attempt=None)
-    digests: dict[int, bytes] = {}
+    files = {name: source / known["file"] for name, known in export.tables.items() if known["rows"]}
+    attempts = [pc.max(pq.read_table(path, columns=["attempt"])["attempt"]).as_py() for path in files.values()]
+    core = LogCore(home_of(run_dir, profile), profile, run=export.run, attempt=max(attempts, default=1))
+    if core.state.lsn_end >= 0:  # another import was here between the look and the lease
+        core.close()
+        raise SettingError(f"run={run_dir}: has a log already; give a new folder")
     try:
-        tombstones = tombstones_of(pq.read_table(source / export.tables["events"]["file"], columns=["kind", "body"]))
-        rows = {
-            name: _checked(source / known["file"], digests, tombstones.emptied(name))
-            for name, known in export.tables.items()
-            if known["rows"]
-        }
-        core.adopt_rows(rows, {name: int(known["rows"]) for name, known in export.tables.items()}, export.lsn_end)
+        _adopt(core, export, files)
+    except BaseException:
+        remove_log(run_dir)
+        raise
     finally:
         core.close()
-    if merkle_root([digests[lsn] for lsn in sorted(digests)]).hex() != export.root:
-        raise CorruptLogError(f"source={source}: the root of the imported rows is not the exported one; do not use {run_dir}")
     return export
+
+
+def _adopt(core: LogCore, export: Export, files: dict[str, Path]) -> None:
+    """Take the exported rows into a new log, each under its digest, and compare their root."""
+    digests: dict[int, bytes] = {}
+    facts = pq.read_table(files["events"], columns=["kind", "body"]) if "events" in files else None
+    tombstones = Tombstones() if facts is None else tombstones_of(facts)
+    rows = {name: _checked(path, digests, tombstones.emptied(name)) for name, path in files.items()}
+    core.adopt_rows(rows, {name: int(known["rows"]) for name, known in export.tables.items()}, export.lsn_end)
+    if merkle_root([digests[lsn] for lsn in sorted(digests)]).hex() != export.root:
+        raise CorruptLogError(
+            f"{next(iter(files.values())).parent}: the root of the rows there is not the exported one; nothing was imported"
+        )

@@ -187,8 +187,9 @@ class ExpiringLease:
         """Stop renewing; what is left of its time is given up."""
         self._stop.set()
         self._thread.join(timeout=self._ttl_s)
-        if self._newest() == self._name:
-            self._home.write(self._name, replace(self._me, expires_at=0.0).encode())
+        with contextlib.suppress(Exception):  # everything is committed: what cannot be given up runs out by itself
+            if self._newest() == self._name:
+                self._home.write(self._name, replace(self._me, expires_at=0.0).encode())
 
 
 def take_lease(home: Home, store: Store, *, steal: bool = False) -> Lease:

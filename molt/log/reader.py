@@ -118,7 +118,7 @@ class LogReader:
             )
             for name in TABLES
         }
-        return Cut(self.home, datasets, lsn, dict.fromkeys(TABLES, lsn + 1), SegmentIndex())
+        return Cut(self.home, datasets, lsn, dict.fromkeys(TABLES, lsn + 1), SegmentIndex(), written=self.descriptor.format)
 
     def tail(self, table: str, columns: Sequence[str] | None = None, after: int = -1) -> Tail:
         """A cursor over the rows of a table past lsn `after`."""

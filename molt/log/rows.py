@@ -281,9 +281,11 @@ def event(
             if not column.nullable:
                 raise DataError(f"event kind={kind}: column {name!r} is missing and may not be null; give it a value")
             continue
+        if isinstance(value, str):  # a name of a file in an error may be no Unicode; the fact must stand all the same
+            value = full[name] = value.encode("utf-8", "backslashreplace").decode()
         try:
             pa.array([value], type=column.type)
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
             raise DataError(f"event kind={kind}: {name}={value!r} is not a {column.type}; {error}") from error
     return Event(kind=kind, happened_at=time.time() if happened_at is None else happened_at, body=full, **given)
 

@@ -16,17 +16,18 @@ import pyarrow as pa
 import pytest
 
 import molt.schema
-from molt.errors import CorruptLogError, LogError, LogFullError
+from molt.errors import CorruptLogError, DataError, FencedError, LogError, LogFullError, SettingError
 from molt.log.core import existing_core
+from molt.log.export import export_log, import_log
 from molt.log.fsck import fsck
 from molt.log.holds import hold
-from molt.log.home import LocalHome
+from molt.log.home import LocalHome, find_home
 from molt.log.lease import ExpiringLease
-from molt.log.pin import create_pin, delete_pin
+from molt.log.pin import create_pin, delete_pin, verify_pin
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.retention import Family, drop_family, redact_rollout
-from molt.log.rows import Score
+from molt.log.rows import Score, event
 from molt.log.store import Store
 from molt.log.table import LogTable
 from molt.log.upkeep import Alarm
@@ -294,3 +295,70 @@ def test_expiring_lease_outlives_a_renewal_that_fails(tmp_path: Path) -> None:
     lease.check()
     assert len(tries) >= 2
     lease.release()
+
+
+def test_export_of_an_old_pin_of_rows_that_were_emptied_since_says_so(three: Path, tmp_path: Path) -> None:
+    with existing_core(three) as core:
+        redact_rollout(core, "e0-p1/0/0", reason="asked")
+    create_pin(three, "old", at=5)  # its rows are emptied, the tombstone is at lsn 6
+    assert verify_pin(three, "old") == []
+    with pytest.raises(SettingError, match=r"pin=old.*lsn 6"):
+        export_log(three, tmp_path / "old", pin="old")
+    create_pin(three, "new")
+    export_log(three, tmp_path / "new", pin="new")
+    import_log(tmp_path / "new", tmp_path / "copy", store="process")
+    assert verify_log(tmp_path / "copy").is_clean
+
+
+def test_imported_log_goes_on_after_its_newest_attempt(three: Path, fast: Fast, tmp_path: Path) -> None:
+    with LogWriter.open(three, run="run", store=fast("process"), attempt=3) as writer:
+        Producer(writer, "q").append_sync(events=[make_fact(3)])
+    export_log(three, tmp_path / "export")
+    import_log(tmp_path / "export", tmp_path / "copy", store="process")
+    with pytest.raises(FencedError, match="attempt=2 is over, 3 has begun"):
+        LogWriter.open(tmp_path / "copy", run="run", store=fast("process"), attempt=2)
+
+
+def test_import_that_fails_leaves_no_log_behind(three: Path, tmp_path: Path) -> None:
+    export_log(three, tmp_path / "export")
+    manifest = tmp_path / "export" / "MANIFEST.json"
+    manifest.write_text(manifest.read_text().replace('"root": "', '"root": "0'))
+    for _ in range(2):
+        with pytest.raises(CorruptLogError, match="nothing was imported"):
+            import_log(tmp_path / "export", tmp_path / "copy", store="process")
+    assert find_home(tmp_path / "copy") is None
+
+
+def test_pin_of_an_older_format_is_upcast_like_the_newest_state(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_pin(three, "old")
+    monkeypatch.setattr("molt.log.descriptor.FORMAT", 2)
+    for cut in (LogReader.open(three).cut(), LogReader.open(three).cut("old")):
+        with pytest.raises(LogError, match="no function that reads it"):
+            cut.table("events", ["step"])
+
+
+def test_writer_of_a_newer_format_does_not_mix_its_rows_into_an_older_log(three: Path, fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molt.log.descriptor.FORMAT", 2)
+    with pytest.raises(LogError, match=r"format 1.*writes format 2"):
+        LogWriter.open(three, run="run", store=fast("process"))
+
+
+def test_profile_of_the_newest_attempt_is_the_one_that_verbs_go_by(three: Path, fast: Fast) -> None:
+    LogWriter.open(three, run="run", store=fast("durable"), attempt=2).close()
+    with existing_core(three) as core:
+        assert (core.store.name, core.store.is_synced) == ("durable", True)
+
+
+def test_text_that_is_no_unicode_still_makes_a_fact() -> None:
+    fact = event("step_refused", step=0, reason="nothing_kept", error="bad \udc80 name", n_sampled=0)
+    assert fact.body["error"] == "bad \\udc80 name"
+    with pytest.raises(DataError, match="n_sampled"):
+        event("step_refused", step=0, reason="nothing_kept", error="", n_sampled=1 << 70)
+
+
+def test_rows_that_were_emptied_are_not_called_damaged(three: Path) -> None:
+    with existing_core(three) as core:
+        redact_rollout(core, "e0-p1/0/0", reason="asked")
+    with pytest.raises(LogError, match=r"segment_id=e0-p1/0/0/0: its tokens were taken out"):
+        list(LogReader.open(three).cut().batches())
+    assert sum(len(batch) for batch in LogReader.open(three).cut().batches(where="rollout_id <> 'e0-p1/0/0'")) == 2
