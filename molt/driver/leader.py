@@ -136,7 +136,7 @@ class Leader:
 
     async def feed(self) -> None:
         """Take in, decide and dispatch until cancelled. An error of the pool is raised here."""
-        await self._take_in()
+        self._take_in()
         while True:
             await self._dispatch()
             self._wake.clear()
@@ -149,20 +149,20 @@ class Leader:
                 else:
                     self.evaluated.append(group)
             if finished:
-                await self._take_in()
+                self._take_in()
                 self._changed.set()
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._wake.wait()
 
-    async def _take_in(self) -> None:
+    def _take_in(self) -> None:
         rows = [row for row in self._segments.poll().to_pylist() if row.pop("purpose") == "train"]
         self.inbox.take_in(segment_rows(rows))
         num_ready = len(self.inbox.ready)
         dropped = self.inbox.decide(self.policy_version)
         if dropped:
-            await self.producer.append(events=[group_decided(verdict, self.policy_version) for verdict in dropped])
+            self.tell(*(group_decided(verdict, self.policy_version) for verdict in dropped))
         if len(self.inbox.ready) > num_ready:
             self._dropped_in_row = []
         self._dropped_in_row += dropped
@@ -252,7 +252,7 @@ class Leader:
             if segments:
                 return self._plan(step, segments, verdicts, num_ranks)
             if verdicts:
-                await self.producer.append(events=[group_decided(verdict, self.policy_version) for verdict in verdicts])
+                self.tell(*(group_decided(verdict, self.policy_version) for verdict in verdicts))
             if time.monotonic() - began > limit_s:
                 await self._stalled(limit_s)
             await meanwhile()
@@ -392,4 +392,4 @@ class Leader:
         """Dispatch nothing more and end what runs: at the end of a run nothing does, at a stop it is cancelled with an event each."""
         self.is_draining = True
         await self.pool.drain(DRAIN_S)
-        await self._take_in()
+        self._take_in()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from molt.driver.leader import MAX_REFUSED, Leader
 from molt.driver.versions import VersionClock
 from molt.errors import DataError, StalledError
 from molt.learn.result import Refusal, RefusalReason, StepResult
+from molt.log.message import Ack, Message
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.rows import event
@@ -77,6 +80,22 @@ class WritingPool(ScriptedPool):
             self._finished.append(FinishedGroup(group=group, done=(), failed=()))
 
 
+class SlowSink:
+    """A log whose answers take a while."""
+
+    def __init__(self, writer: LogWriter, pause_s: float) -> None:
+        self.run, self.attempt = writer.run, writer.attempt
+        self._writer, self._pause_s = writer, pause_s
+        self._thread = ThreadPoolExecutor(1)
+
+    def submit(self, message: Message) -> Future[Ack]:
+        def answer() -> Ack:
+            time.sleep(self._pause_s)
+            return self._writer.submit(message).result(10)
+
+        return self._thread.submit(answer)
+
+
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[LogWriter]:
     with LogWriter.open(tmp_path / "run", run="run", attempt=1, store="process") as writer:
@@ -128,6 +147,7 @@ async def test_groups_that_only_fail_end_the_run_with_the_last_error(tmp_path: P
     async with asyncio.timeout(20):
         with pytest.raises(StalledError, match=r"4 groups in a row failed.*KeyError: 'no such tool'"):
             await leader.feed()
+        await leader.settled()
     assert events(tmp_path, "group_decided") == 4  # 2 * rollout.batch_size, each with its reason
 
 
@@ -178,6 +198,21 @@ async def test_run_over_other_prompts_or_in_another_order_is_not_gone_on_with(
     later = make_leader(tmp_path, writer, ScriptedPool(), num_prompts=num_prompts, run={"seed": seed})
     with pytest.raises(DataError, match=r"data.prompt_dataset: group e0-p\d was sent as prompt .*the run.seed that the run began with"):
         later.read_standing(from_step=0)
+
+
+async def test_decision_on_its_way_at_the_end_of_a_run_reaches_the_log(tmp_path: Path, writer: LogWriter):
+    """The last group is filtered and the run ends before the log has said that it knows: nothing told later may be lost for that."""
+    pool = WritingPool(writer, versions=[0])
+    rooms = {"train": {"batch_size": 1, "num_epochs": 1}, "rollout": {"batch_size": 1, "n_samples_per_prompt": 1}}
+    leader = make_leader(tmp_path, writer, pool, num_prompts=1, algo={"reward": {"filter_range": (0.0, 1.0)}}, **rooms)
+    leader.producer = Producer(SlowSink(writer, 0.5), "driver")
+    async with asyncio.timeout(20):
+        async with alongside(leader.feed()):
+            while not leader.is_exhausted:
+                await asyncio.sleep(0.01)
+        await leader.settled()
+        await leader.producer.append(events=[event("attempt_ended", reason="finished", error=None, num_steps=0)])
+    assert (events(tmp_path, "group_decided"), events(tmp_path, "attempt_ended")) == (1, 1)
 
 
 async def test_steps_that_are_refused_one_after_the_other_end_the_run(tmp_path: Path, writer: LogWriter):
