@@ -68,6 +68,14 @@ class Generation:
     """(P,) int32: the prompt as the model consumed it, each placeholder expanded; None for a prompt without images."""
 
 
+def nothing_sampled() -> Generation:
+    """A call that was cut before its first token."""
+    none = np.zeros(0, np.int32)
+    return Generation(
+        token_ids=none, logprobs=np.zeros(0, np.float32), policy_versions=none, kv_versions=none, finish_reason=FinishReason.ABORT
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What an engine says of itself, once, at start."""

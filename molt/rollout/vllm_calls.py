@@ -152,18 +152,6 @@ def _logprobs(call: Call, given: Any, token_ids: np.ndarray) -> np.ndarray:
     return logprobs
 
 
-def empty_generation(call: Call) -> Generation:
-    """A call that was cut before vLLM saw it."""
-    none = np.zeros(0, dtype=np.int32)
-    return Generation(
-        token_ids=none,
-        logprobs=np.zeros(0, dtype=np.float32),
-        policy_versions=none,
-        kv_versions=none,
-        finish_reason=FinishReason.ABORT,
-    )
-
-
 def _reason(call: Call, completion: Any) -> FinishReason:
     if completion.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"request {call.request_id}: vLLM ended it by {completion.finish_reason}")

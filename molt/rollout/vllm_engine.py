@@ -24,12 +24,11 @@ import numpy as np
 
 from molt.data.images import Image
 from molt.errors import EngineError, RefitError
-from molt.rollout.engine import EngineInfo, Generation, RefitReport, Sampling, WeightSource
+from molt.rollout.engine import EngineInfo, Generation, RefitReport, Sampling, WeightSource, nothing_sampled
 from molt.rollout.vllm_calls import (
     Call,
     Handler,
     can_leave_routes_out,
-    empty_generation,
     prompt_of,
     sampling_params,
     to_generation,
@@ -202,7 +201,7 @@ class VllmEngine:
             if self._unfit is not None and not call.is_aborted:
                 raise EngineError(f"engine {self._name} cannot serve {call.request_id}: {self._unfit}")
             if call.is_aborted:
-                return empty_generation(call)
+                return nothing_sampled()
             output = await self._sample(call)
             self._num_finished += len(output.outputs[0].token_ids)
             routes = await self._routes(call, output) if self._capture_routes else None
@@ -344,7 +343,9 @@ class VllmEngine:
             await self._llm.update_weight_version(str(self._version))
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on. What is in flight ends where the weights in place are not those of its version."""
+        if self._unfit is not None:
+            await self._cut(list(self._calls.values()))
         if self._is_cache_asleep:
             if self._unfit is not None:
                 raise EngineError(f"engine {self._name} cannot resume: {self._unfit}")

@@ -14,6 +14,8 @@ import torch
 
 from molt import environ
 from molt.config import Config
+from molt.errors import EngineError, RefitError
+from molt.rollout.engine import FinishReason
 from molt.rollout.vision import model_class
 from molt.rollout.vllm_engine import VllmEngine
 from molt.rollout.vllm_settings import vllm_environment
@@ -47,6 +49,32 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.mark.asyncio(loop_scope="class")
 class TestVllmDense(EngineContract):
     model = "tiny_dense"
+
+    async def test_no_token_comes_from_weights_that_a_refit_left_half_loaded(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        running = asyncio.create_task(bench.generate(PROMPT, sampling(max_new_tokens=300)))
+        await wait_for_tokens(bench, 4)
+        ask = bench.engine._weights_of.ask
+
+        async def lose(method: str, *args: object) -> list[dict[str, object]]:
+            answers = await ask(method, *args)
+            if method == "molt_load":
+                raise RefitError("the worker was lost on the way back")  # as it was loaded, and as the last weights are put back
+            return answers
+
+        other = {name: tensor * 1.5 for name, tensor in named_weights(bench.model).items()}
+        await bench.engine.pause("keep")
+        before = sum(bench.engine._counts().values())
+        monkeypatch.setattr(bench.engine._weights_of, "ask", lose)
+        with pytest.raises(RefitError, match="lost on the way back"):
+            await bench.engine.refit(write_weights(other, policy_version=bench.version + 1, folder=bench.folder))
+        await bench.engine.resume()
+        result = await running
+        assert result.finish_reason is FinishReason.ABORT and len(result.token_ids) == before
+        with pytest.raises(EngineError, match="could not be put back"):
+            await bench.generate(PROMPT, sampling())
+        monkeypatch.undo()
+        await bench.refit(71)
+        assert (await bench.generate(PROMPT, sampling())).finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.asyncio(loop_scope="class")
