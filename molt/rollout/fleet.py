@@ -219,6 +219,8 @@ class Fleet:
         failed = {**unpaused, **refused, **liars}
         _, unresumed = await self._each({name: held[name] for name in good}, lambda handle: handle.resume())
         await self._settle(failed, unpaused=unpaused, is_any_good=bool(good))
+        for name, error in unresumed.items():
+            self.retire(name, str(error))  # paused for ever, it would hold every call that it is given
         if not good:
             raise RefitError("; ".join(f"{name}: {error}" for name, error in failed.items()) or "no engine is alive")
         for name in good:
@@ -261,7 +263,8 @@ class Fleet:
         """What becomes of engines that did not take the weights.
 
         One that said no (RefitError) still holds the old ones: it serves on if all said no, else it is out of service until a later
-        refit. One that did not answer a refit is in a state that nobody knows: it is replaced. One that could not be paused is probed.
+        refit. One that did not answer a refit is in a state that nobody knows: it is replaced, as one that cannot go on. One that could
+        not be paused is probed.
         """
         for name, error in failed.items():
             if name in unpaused:
@@ -270,7 +273,8 @@ class Fleet:
                 self.retire(name, str(error))
         left = {name: self.berths[name].handle for name in failed if self.berths[name].death is None}
         if not is_any_good:
-            await self._each(left, lambda handle: handle.resume())
+            for name, error in (await self._each(left, lambda handle: handle.resume()))[1].items():
+                self.retire(name, str(error))
             return
         for name in left:
             self.berths[name].is_stale = True
