@@ -24,7 +24,7 @@ from molt.data.images import Image
 from molt.errors import EngineError, MoltError
 from molt.machine import show_stacks_on_signal
 from molt.rollout.carried import from_bytes, to_bytes
-from molt.rollout.engine import Engine, EngineInfo, Generation, RefitReport, Sampling, WeightSource
+from molt.rollout.engine import Engine, EngineInfo, Generation, RefitReport, Sampling, WeightSource, nothing_sampled
 from molt.rollout.spec import EngineSpec, make_engine
 
 T = TypeVar("T")
@@ -54,6 +54,8 @@ class EngineActor:
         self._gate.set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._held: dict[str, bool] = {}
+        """Calls at the gate, and whether somebody still wants them."""
         self._num_in_flight = 0
         self._num_finished = 0
         self._is_paused = False
@@ -65,7 +67,11 @@ class EngineActor:
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """One model call; it waits at the gate while a refit waits for others to end."""
-        await self._gate.wait()
+        if not self._gate.is_set():
+            self._held[request_id] = True
+            await self._gate.wait()
+            if not self._held.pop(request_id, True):
+                return nothing_sampled()
         if self._refusal is not None:
             raise EngineError(f"engine {self._spec.name} is out of service: {self._refusal}")
         self._num_in_flight += 1
@@ -83,7 +89,9 @@ class EngineActor:
         return to_bytes(await self.generate(*from_bytes(data)))
 
     async def abort(self, request_id: str) -> None:
-        """End one request early."""
+        """End one request early; one at the gate never begins."""
+        if request_id in self._held:
+            self._held[request_id] = False
         await self._engine.abort(request_id)
 
     async def pause(self, mode: str = "keep") -> int:

@@ -28,11 +28,13 @@ class Scripted:
     def __init__(self) -> None:
         self.num_sampled = 0
         self.aborted: dict[str, asyncio.Event] = {}
+        self.begun: list[str] = []
 
     async def start(self) -> EngineInfo:
         return EngineInfo(name="scripted-0", kind="scripted", policy_version=0, max_len=99, vocab_size=9, weights_digest="d")
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
+        self.begun.append(request_id)
         reason = FinishReason.STOP
         if sampling.seed == 2:
             for _ in range(30):
@@ -72,6 +74,9 @@ class ScriptedActor(EngineActor):
 
     async def was_aborted(self, request_id: str) -> bool:
         return request_id in self._engine.aborted
+
+    async def begun(self) -> list[str]:
+        return self._engine.begun
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +144,20 @@ async def test_a_pause_that_waits_lets_calls_end_and_holds_new_ones(session: Non
     assert (await running).finish_reason is FinishReason.ABORT and not late.done()
     await handle.resume()
     assert (await asyncio.wait_for(late, 5.0)).finish_reason is FinishReason.STOP
+    await handle.stop()
+
+
+async def test_a_call_that_is_given_up_while_a_refit_holds_it_never_begins(session: None) -> None:
+    handle = launched(replace(SPEC, name="holding", request_timeout_s=60.0))
+    await handle.start()
+    await handle.pause("wait")
+    held = asyncio.create_task(handle.generate("given up", [1], sampling(0)))
+    await asyncio.sleep(0.2)
+    held.cancel()
+    await asyncio.sleep(0.2)
+    await handle.resume()
+    assert (await handle.generate("wanted", [1], sampling(0))).finish_reason is FinishReason.STOP
+    assert await handle._actor.begun.remote() == ["wanted"]
     await handle.stop()
 
 
