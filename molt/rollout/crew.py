@@ -29,6 +29,8 @@ class Station:
 
     name: str
     actor: Any
+    ready: asyncio.Future[None]
+    """Done once its agent has started: an actor takes calls before that."""
     num_running: int = 0
     met: dict[str, asyncio.Future[None]] = field(default_factory=dict)
     """Engines that it was given, by name: a handle takes longer to unpickle than a task."""
@@ -48,7 +50,7 @@ class Crew:
     async def start(self) -> None:
         """Start all workers; an agent file or template that cannot work is told here."""
         self._stations = [self._hire() for _ in range(self._config.rollout.num_workers)]
-        await asyncio.gather(*(self._ready(station) for station in self._stations))
+        await asyncio.gather(*(station.ready for station in self._stations))
 
     def _hire(self) -> Station:
         import ray
@@ -59,17 +61,19 @@ class Crew:
         self._num_hired += 1
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000, "max_restarts": 0}
         actor = ray.remote(RolloutWorker).options(**options).remote(name, self._config, sink=self._sink, model_path=self._model_path)
-        return Station(name=name, actor=actor)
+        return Station(name=name, actor=actor, ready=asyncio.ensure_future(self._ready(name, actor)))
 
-    async def _ready(self, station: Station) -> None:
+    async def _ready(self, name: str, actor: Any) -> None:
         import ray
 
         try:
-            await asyncio.wait_for(station.actor.start.remote(), _START_LIMIT_S)
+            await asyncio.wait_for(actor.start.remote(), _START_LIMIT_S)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, MoltError):
                 raise error.cause from error
-            raise
+            raise EngineError(f"{name} does not start: {type(error.cause).__name__}: {error.cause}") from error
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise EngineError(f"{name} does not start: {type(error).__name__}: {error}") from error
 
     async def run(self, task: RolloutTask, engine: Engine) -> RolloutDone | RolloutFailed:
         """Run one rollout against the engine that it names. LogError when the log does not take its segments: that ends the run."""
@@ -80,6 +84,7 @@ class Crew:
             station.num_running += 1
             limit_s = self._config.rollout.timeout_s + _MARGIN_S
             try:
+                await asyncio.shield(station.ready)
                 async with asyncio.timeout(limit_s):
                     await self._introduce(station, task.engine, engine)
                     return from_bytes(await station.actor.call.remote(to_bytes(task)))
@@ -120,13 +125,9 @@ class Crew:
         if station not in self._stations:
             return
         fresh = self._hire()
-        fresh.num_running = 0
         self._stations[self._stations.index(station)] = fresh
         ray.kill(station.actor)
-        try:
-            await self._ready(fresh)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise EngineError(f"{fresh.name} does not start in place of {station.name}: {error}") from error
+        await asyncio.shield(fresh.ready)
 
     async def stop(self) -> None:
         """End all workers, letting agents close what they opened."""

@@ -36,6 +36,7 @@ import molt.agents as agents
 
 class Env(agents.Env):
     async def step(self, action):
+        assert AgentRunner.is_started, "a rollout ran before the agent had started"
         label = self.prompt.label
         if label == "raise":
             raise KeyError("no such thing")
@@ -49,6 +50,11 @@ class Env(agents.Env):
 
 class AgentRunner(agents.AgentRunner):
     env = Env
+    is_started = False
+
+    async def start(self):
+        await asyncio.sleep(1.0)
+        AgentRunner.is_started = True
 """
 
 
@@ -215,6 +221,13 @@ async def test_a_worker_that_dies_loses_its_rollouts_to_a_new_one(shared: Rig) -
     assert {item.reason for item in ended.failed} == {FailureReason.ATTEMPT_LOST}
     await shared.pool.dispatch(group(51))
     assert len((await shared.pool.next(LIMIT_S)).done) == 2
+
+
+async def test_rollouts_wait_until_the_agent_of_a_new_worker_has_started(shared: Rig) -> None:
+    await shared.pool.dispatch(group(52, "die"), group(53, "hang"))
+    ended = {item.group.group_id: item for item in [await shared.pool.next(LIMIT_S), await shared.pool.next(LIMIT_S)]}
+    assert {item.reason for item in ended["e0-p52"].failed} == {FailureReason.ATTEMPT_LOST}
+    assert not [body for body in shared.events("rollout_failed") if "before the agent had started" in str(body["error"])]
 
 
 async def test_a_drain_cancels_what_does_not_end_and_says_so(shared: Rig) -> None:
