@@ -20,7 +20,7 @@ from molt.driver.changes import changes_since
 from molt.driver.house import ray_session, say_started
 from molt.driver.leader import consumption, step_trained
 from molt.errors import SettingError
-from molt.learn.demonstrations import Demonstrations, places_of_step, plan_of
+from molt.learn.demonstrations import HELD_ALIKE, Demonstrations, not_yet_held, places_of_step, plan_of
 from molt.learn.ranks import RankGroup
 from molt.log.actor import RaySink, start_log_actor, stop_log_actor
 from molt.log.producer import Producer
@@ -136,7 +136,10 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
     """Load the newest checkpoint, and append the conversations that the log does not hold yet. Returns the next step."""
     checkpoint = await school.ranks.newest_checkpoint() if is_resumed else None
     initial_digest = await school.ranks.weights_digest()
-    school.saved_step = None if checkpoint is None else (await school.ranks.load(checkpoint)).step
+    position = None if checkpoint is None else await school.ranks.load(checkpoint)
+    if position is not None and checkpoint is not None:
+        school.reader.must_reach(position.lsn_end, f"checkpoint {checkpoint.name}")
+    school.saved_step = None if position is None else position.step
     step = school.saved_step or 0
     changes = changes_since(school.reader, school.config, num_steps=school.num_steps)
     await say_started(
@@ -150,8 +153,8 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
         await school.producer.append(events=[changes.told(from_step=step, num_replanned=0)])
         progress.note(changes.line(from_step=step, num_replanned=0))
     progress.waiting("writing the conversations to the log")
-    held = set(school.reader.cut().table("segments", ["segment_id"])["segment_id"].to_pylist())
-    rows = [s for part in (school.train, school.held_out) if part is not None for s in part.segments if s.segment_id not in held]
+    told = [segment for part in (school.train, school.held_out) if part is not None for segment in part.segments]
+    rows = not_yet_held(told, school.reader.cut().table("segments", ["segment_id", *HELD_ALIKE]).to_pylist())
     for start in range(0, len(rows), ROWS_PER_MESSAGE):
         await school.producer.append(segments=rows[start : start + ROWS_PER_MESSAGE])
     school.cursor = max(school.reader.cut().table("segments", ["lsn"])["lsn"].to_pylist())
@@ -162,7 +165,8 @@ async def train_step(school: School, progress: Progress, step: int) -> None:
     """Plan, train and record one step."""
     config = school.config
     order = PromptOrder(num_prompts=len(school.train), seed=config.run.seed)
-    places = places_of_step(order, step, config.sft.batch_size)
+    num_passes = config.train.num_epochs if config.train.num_steps is None else None
+    places = places_of_step(order, step, config.sft.batch_size, num_passes=num_passes)
     plan = plan_for(school, school.train, [place for place, _ in places], step)
     text = plan_to_json(plan)
     planned = event(

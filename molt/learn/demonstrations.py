@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from molt.errors import AgentError, DataError
 from molt.log.rows import Segment, Span, TokenSource
 
 Conversation = Sequence[Message]
+HELD_ALIKE = ("prompt_id", "tokenizer_digest", "template_digest", "n_tokens", "n_trainable")
+"""What tells one conversation as it is trained from another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,21 @@ def demonstration(row: SupervisedRow, conversation: Conversation, number: int, r
     )
 
 
+def not_yet_held(segments: Sequence[Segment], held: Sequence[Mapping[str, Any]]) -> list[Segment]:
+    """Those that the log does not hold yet. held: segment_id and HELD_ALIKE of its rows. DataError where it holds another conversation."""
+    known = {row["segment_id"]: row for row in held}
+    fresh = [segment for segment in segments if segment.segment_id not in known]
+    for segment in segments:
+        row = known.get(segment.segment_id, {})
+        if differing := [name for name in row.keys() & set(HELD_ALIKE) if row[name] != getattr(segment, name)]:
+            raise DataError(
+                f"conversation {segment.prompt_index + 1} of {segment.group_id.rpartition('-p')[0]} is not the one that the log holds: "
+                f"another {min(differing)}; go on with the conversations, model and sft.last_turn_only that the run began with, "
+                "or begin a new run"
+            )
+    return fresh
+
+
 def plan_of(
     segments: Sequence[Segment], *, step: int, seed: int, cursor: int, num_ranks: int, micro_batch_tokens: int, policy_version: int
 ) -> StepPlan:
@@ -125,13 +143,15 @@ def plan_of(
     )
 
 
-def places_of_step(order: PromptOrder, step: int, batch_size: int) -> list[tuple[int, int]]:
+def places_of_step(order: PromptOrder, step: int, batch_size: int, *, num_passes: int | None = None) -> list[tuple[int, int]]:
     """(conversation, pass) of each place of a step: every conversation once in each pass, in a seeded order.
 
     A step that would begin the next pass with a conversation it already holds takes it once, so a segment is never twice in a batch.
+    num_passes: the last step takes what is left of them; without end when absent.
     """
+    end = (step + 1) * batch_size if num_passes is None else min((step + 1) * batch_size, num_passes * order.num_prompts)
     found: dict[int, int] = {}
-    for position in range(step * batch_size, (step + 1) * batch_size):
+    for position in range(step * batch_size, end):
         place = order.place(position)
         found.setdefault(place.prompt_index, place.epoch)
     return list(found.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from molt.cli.programs import run_program
 from molt.config import Config
 from molt.data.tiny import make_model, make_warmup
 from molt.errors import DataError
-from molt.learn.demonstrations import Demonstrations, places_of_step, plan_of
+from molt.learn.demonstrations import HELD_ALIKE, Demonstrations, not_yet_held, places_of_step, plan_of
 from molt.learn.rank import PolicyRank
 from molt.learn.rows import Row
 from molt.learn.sft import warm_up
@@ -108,6 +109,24 @@ def test_each_pass_takes_every_conversation_once() -> None:
     order = PromptOrder(num_prompts=10, seed=3)
     taken = [place for step in range(5) for place in places_of_step(order, step, 4)]
     assert sorted(taken) == sorted((p, e) for e in range(2) for p in range(10))
+
+
+def test_last_step_takes_what_is_left_of_the_passes() -> None:
+    order = PromptOrder(num_prompts=10, seed=3)
+    steps = [places_of_step(order, step, 4, num_passes=1) for step in range(3)]  # 10 = 4 + 4 + 2
+    assert [len(step) for step in steps] == [4, 4, 2]
+    assert sorted(place for step in steps for place in step) == [(p, 0) for p in range(10)]
+
+
+def test_conversation_that_was_edited_is_not_taken_for_the_one_in_the_log(world: Path) -> None:
+    config = settings(world)
+    assert config.sft.dataset is not None
+    segments = Demonstrations.load(config.sft.dataset, config).segments
+    held = [{name: getattr(segment, name) for name in ("segment_id", *HELD_ALIKE)} for segment in segments[:3]]
+    assert not_yet_held(segments, held) == list(segments[3:])
+    edited = replace(segments[1], prompt_id="another")
+    with pytest.raises(DataError, match="conversation 2 of sft is not the one that the log holds: another prompt_id"):
+        not_yet_held([segments[0], edited], held)
 
 
 def test_step_over_a_pass_boundary_never_holds_a_conversation_twice() -> None:
