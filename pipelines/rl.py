@@ -17,7 +17,7 @@ from molt.admission.plan import StepPlan, laid_out
 from molt.config import Config
 from molt.data.prompts import PromptSet
 from molt.driver.changes import changes_since
-from molt.driver.evaluation import evaluate
+from molt.driver.evaluation import evaluate, evaluate_lost
 from molt.driver.house import House, alongside, open_house, say_started
 from molt.driver.leader import Leader
 from molt.driver.records import finish, is_save_due, record_step, save_checkpoint
@@ -42,6 +42,7 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
             async with finish(house, progress, leader):
                 step, clock = await take_up(house, leader, progress, num_steps)
                 async with alongside(leader.feed()):
+                    await evaluate_lost(house, leader, step=step, policy_version=clock.version)
                     while step < num_steps and not stopper.is_draining:
                         began = time.monotonic()
                         plan = await leader.next_plan(
@@ -73,6 +74,8 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
     config = house.config
     checkpoint = await house.ranks.newest_checkpoint()
     position = None if checkpoint is None else await house.ranks.load(checkpoint)
+    if position is not None and checkpoint is not None:
+        house.reader.must_reach(position.lsn_end, f"checkpoint {checkpoint.name}")
     step = 0 if position is None else position.step
     leader.saved_step = None if position is None else step
     clock = VersionClock.of(config, 0 if position is None else position.policy_version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 
@@ -15,6 +16,16 @@ from molt.log.rows import event
 from molt.rollout.tasks import GroupTask
 
 
+async def evaluate_lost(house: House, leader: Leader, *, step: int, policy_version: int) -> None:
+    """Evaluate at the step that a run goes on from, where one is due there and the attempt before ended without it."""
+    every = house.config.eval.interval
+    if not every or step == 0 or step % every:
+        return
+    told = house.reader.cut().table("events", ["body"], where="kind = 'evaluated'")["body"].to_pylist()
+    if all(json.loads(body)["step"] != step for body in told):
+        await evaluate(house, leader, step=step, policy_version=policy_version)
+
+
 async def evaluate(house: House, leader: Leader, *, step: int, policy_version: int) -> float | None:
     """Roll out the evaluation prompts on the weights that the engines serve and append `evaluated`; returns the mean reward."""
     config = house.config
@@ -23,7 +34,7 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
     size = config.eval.n_samples_per_prompt
     tasks = [
         GroupTask(
-            group_id=f"eval{step}-p{index}",
+            group_id=f"eval{step}.{house.attempt}-p{index}",
             epoch=0,
             order_index=index,
             prompt=prompts[index],
@@ -44,20 +55,18 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
     groups, leader.evaluated = leader.evaluated, []
     rewards = [done.reward for group in groups for done in group.done if done.reward is not None]
     mean = math.fsum(rewards) / len(rewards) if rewards else None
-    await house.producer.append(
-        events=[
-            event(
-                "evaluated",
-                step=step,
-                policy_version=policy_version,
-                dataset=config.data.eval_dataset,
-                num_rollouts=len(rewards),
-                num_failed=sum(len(group.failed) for group in groups),
-                reward_mean=mean,
-                reward_ci95=half_width(rewards),
-                weights_digest=house.ranks.published_digest,
-            )
-        ]
+    leader.tell(
+        event(
+            "evaluated",
+            step=step,
+            policy_version=policy_version,
+            dataset=config.data.eval_dataset,
+            num_rollouts=len(rewards),
+            num_failed=sum(len(group.failed) for group in groups),
+            reward_mean=mean,
+            reward_ci95=half_width(rewards),
+            weights_digest=house.ranks.published_digest,
+        )
     )
     return mean
 

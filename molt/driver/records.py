@@ -77,7 +77,8 @@ async def save_checkpoint(house: House, leader: Leader, *, step: int, policy_ver
             cursor=leader.inbox.cursor,
             lsn_end=lsn_end,
         )
-        await house.producer.append(events=[saved])
+        leader.tell(saved)
+        await leader.settled()
         leader.saved_step = step
     if is_final and house.config.ckpt.export:
         await house.ranks.export(house.config.ckpt.output_dir or house.run.checkpoints / "final")
