@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from molt.errors import SettingError
+from molt.learn import flex
 from molt.learn.context import Slice
 
 NAME = "molt_rows"
@@ -15,10 +16,11 @@ NAME = "molt_rows"
 
 
 def register() -> None:
-    """Make the attention known to transformers; harmless when repeated."""
+    """Make both row attentions known to transformers; harmless when repeated."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, rows_attention)
+    AttentionInterface.register(flex.NAME, flex.flex_attention)
 
 
 def rows_attention(

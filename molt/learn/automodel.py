@@ -9,6 +9,7 @@ tp > 1                    refused: its plans leave experts whole and scale their
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch import nn
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
-from molt.learn import attention
+from molt.learn import attention, flex
 from molt.learn.context import Slice
 
-ATTENTION = {"sdpa": "sdpa", "te": "te", "flex": "flex"}
-"""fsdp.attn_implementation to AutoModel's backend; sdpa means the row-wise attention of molt.learn.attention."""
+ATTENTION = {"sdpa": "sdpa", "te": "te", "flex": "sdpa"}
+"""fsdp.attn_implementation to AutoModel's backend; sdpa is replaced by a row-wise attention of ours."""
+ROWS = {"sdpa": (attention.NAME, attention.rows_attention), "flex": (flex.NAME, flex.flex_attention)}
+"""fsdp.attn_implementation to that attention."""
 
 
 def is_installed() -> bool:
@@ -53,7 +56,9 @@ def load_automodel(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> tuple
     for module in lm.modules():
         if getattr(module, "aux_loss_coeff", 0.0):
             module.aux_loss_coeff = 0.0  # a balancing loss would be a gradient that no recorded loss shows
-    return lm, _use_rows(lm) if fsdp.attn_implementation == "sdpa" else fsdp.attn_implementation
+    if fsdp.attn_implementation in ROWS:
+        return lm, _use_rows(lm, *ROWS[fsdp.attn_implementation])
+    return lm, fsdp.attn_implementation
 
 
 def check(fsdp: FsdpSettings) -> None:
@@ -104,15 +109,15 @@ def _setup(actor: ActorSettings, fsdp: FsdpSettings) -> Any:
     )
 
 
-def _use_rows(lm: Any) -> str:
-    """Put the row-wise attention into every layer: by name where layers ask transformers, by function where they hold their own."""
-    lm.config._attn_implementation = attention.NAME
+def _use_rows(lm: Any, name: str, attend: Callable[..., tuple[torch.Tensor, None]]) -> str:
+    """Put a row-wise attention into every layer: by name where layers ask transformers, by function where they hold their own."""
+    lm.config._attn_implementation = name
     bounds = RowBounds()
     for module in lm.modules():
         if hasattr(module, "attn_func") and hasattr(module, "backend"):
-            module.attn_func = RowsFunction(bounds, scaling=float(module.head_dim) ** -0.5)
+            module.attn_func = RowsFunction(bounds, attend, scaling=float(module.head_dim) ** -0.5)
     lm.row_bounds = bounds
-    return attention.NAME
+    return name
 
 
 class RowBounds:
@@ -126,14 +131,15 @@ class RowBounds:
 class RowsFunction:
     """The attention function of a layer of AutoModel: q, k, v of shape (1, H, L, D) in and out."""
 
-    def __init__(self, bounds: RowBounds, *, scaling: float) -> None:
+    def __init__(self, bounds: RowBounds, attend: Callable[..., tuple[torch.Tensor, None]], *, scaling: float) -> None:
         self.bounds = bounds
+        self.attend = attend
         self.scaling = scaling
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
         """Causal attention inside each row."""
         bounds = self.bounds
-        output, _ = attention.rows_attention(
+        output, _ = self.attend(
             nn.Identity(), q, k, v, None, row_lengths=bounds.row_lengths, slice_of=bounds.slice_of, scaling=self.scaling
         )
         return output.transpose(1, 2)

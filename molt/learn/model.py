@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import LineageError, SettingError
-from molt.learn import attention, automodel, streamed
+from molt.learn import attention, automodel, flex, streamed
 from molt.learn.context import Cut, cut
 from molt.learn.logprob import head_logprobs, logits_logprobs
 from molt.learn.mesh import RankMesh
@@ -132,12 +132,10 @@ class TokenScorer(nn.Module):
 
     def _attention_inputs(self, packed: Packed, part: Cut | None) -> dict[str, Any]:
         """What the attention needs to keep rows apart."""
-        if self.attention_name == attention.NAME:
+        if self.attention_name in (attention.NAME, flex.NAME):
             return {"row_lengths": packed.row_lengths, **({} if part is None else {"slice_of": part.own})}
         if self.attention_name == "eager":
             return {"attention_mask": attention.block_causal_mask(packed.row_lengths, packed.input_ids.device, self.dtype)}
-        if self.attention_name.startswith("flex"):
-            return {}  # transformers finds the rows by their positions
         bounds = torch.tensor((0, *packed.row_lengths), dtype=torch.int32, device=packed.input_ids.device).cumsum(0, dtype=torch.int32)
         longest = max(packed.row_lengths)
         if self.attention_name == "te":
@@ -289,7 +287,7 @@ def freeze_router(lm: nn.Module) -> None:
 
 def attention_name(fsdp: FsdpSettings) -> str:
     """Name under which transformers finds the attention. Raises SettingError for one that this seam has not."""
-    names = {"sdpa": attention.NAME, "eager": "eager", "flash_attention_2": "flash_attention_2", "flex": "flex_attention"}
+    names = {"sdpa": attention.NAME, "eager": "eager", "flash_attention_2": "flash_attention_2", "flex": flex.NAME}
     if fsdp.attn_implementation not in names:
         raise SettingError(
             f"fsdp.attn_implementation={fsdp.attn_implementation}, the Hugging Face model has no such attention for packed rows; "

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -59,10 +60,12 @@ def test_log_probs_entropies_and_gradients_equal_the_hugging_face_class(folder: 
         assert torch.allclose(hf, automodel, atol=tolerance)
 
 
-def test_rows_do_not_see_each_other(folder: Path) -> None:
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["sdpa", "flex"])
+def test_rows_do_not_see_each_other(folder: Path, kind: Literal["sdpa", "flex"]) -> None:
     rows = make_rows(3)
     ids, masks = [r.token_ids for r in rows], [r.is_sampled for r in rows]
-    scorer = load_model(str(folder), AUTOMODEL, FsdpSettings())
+    scorer = load_model(str(folder), AUTOMODEL, FsdpSettings(attn_implementation=kind))
     before = scorer(pack(ids, masks))[0].detach()
     alone = torch.cat([scorer(pack([i], [m]))[0].detach() for i, m in zip(ids, masks, strict=True)])
     assert torch.allclose(before, alone, atol=1e-5)

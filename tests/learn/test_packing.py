@@ -23,7 +23,8 @@ def rows() -> tuple[list[np.ndarray], list[np.ndarray]]:
     return ids, [np.arange(n) >= 2 for n in LENGTHS]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex"])
 def test_packed_rows_score_as_alone_and_as_the_plain_model(model: Path, attention: str) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -1,0 +1,93 @@
+"""Row attention by torch's flex kernels: the blocks of the mask follow from the lengths of rows, so that nothing is quadratic in them.
+
+transformers finds the blocks by a compiled program over all pairs of tokens, which takes minutes to compile at some lengths
+(github.com/pytorch/pytorch/issues/182060); the flex attention of NeMo AutoModel's layers knows no rows at all. Both get this one.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from molt.errors import SettingError
+from molt.learn.context import Slice
+
+NAME = "molt_rows_flex"
+"""Under this name transformers builds no mask and calls flex_attention with the row lengths that the forward was given."""
+BLOCK = 128
+"""Tokens along each side of a block of the mask."""
+
+
+def flex_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    row_lengths: tuple[int, ...] | None = None,
+    slice_of: Slice | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D)."""
+    if row_lengths is None or attention_mask is not None or slice_of is not None:
+        raise SettingError(f"attention={NAME}, it needs whole packed rows and no mask; call the model through molt.learn.model")
+    if query.requires_grad and not query.is_cuda:
+        raise SettingError("fsdp.attn_implementation=flex, torch's flex kernels learn on a GPU only; set it to sdpa")
+    mask = row_blocks(row_lengths, sliding_window, query.device)
+    output = _kernels(is_compiled=query.is_cuda)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    return output.transpose(1, 2), None
+
+
+@cache
+def _kernels(*, is_compiled: bool) -> Any:
+    """Imported on first use, which takes a while. Not compiled, it makes all scores at once: for small inputs on the CPU."""
+    from torch.nn.attention.flex_attention import flex_attention as attend
+
+    return torch.compile(attend) if is_compiled else attend
+
+
+@lru_cache(maxsize=8)
+def row_blocks(lengths: tuple[int, ...], window: int | None, device: torch.device) -> Any:
+    """The torch BlockMask of rows of these lengths, each token seeing those of its row up to itself, the newest `window` of them.
+
+    Kept, since every layer of a pass asks for the same.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    row_L = np.repeat(np.arange(len(lengths)), lengths)
+    size = len(row_L)
+    row = torch.from_numpy(np.pad(row_L, (0, -size % BLOCK), constant_values=-1)).to(device)
+
+    def may_look(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        is_seen = (row[query] == row[key]) & (query >= key)
+        return is_seen if window is None else is_seen & (query - key < window)
+
+    partial, full = (_ordered(blocks, device) for blocks in needed_blocks(row_L, window))
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=may_look, seq_lengths=(size, size))
+
+
+def needed_blocks(row_L: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks (B, B) of queries by keys of which a part is seen, and those that are seen whole. row_L: row of each token, ascending."""
+    first = np.arange(0, len(row_L), BLOCK)
+    last = np.minimum(first + BLOCK, len(row_L)) - 1
+    begin = np.searchsorted(row_L, row_L[first])  # of the row that the first query of a block is in
+    oldest = begin if window is None else np.maximum(begin, first - window + 1)
+    is_before = first[:, None] > first[None, :]
+    is_needed = (is_before & (last[None, :] >= oldest[:, None])) | np.eye(len(first), dtype=bool)
+    is_full = is_before & (row_L[last][:, None] == row_L[first][None, :])
+    if window is not None:
+        is_full &= last[:, None] - first[None, :] < window
+    return is_needed & ~is_full, is_full
+
+
+def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many key blocks each query block takes, (1, 1, B), and their numbers in front of the others, (1, 1, B, B). int32."""
+    numbers = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
+    return torch.from_numpy(blocks.sum(1).astype(np.int32))[None, None].to(device), numbers[None, None].to(device)
