@@ -8,7 +8,7 @@ dispatched --(rows of all members, or their final failures)--> complete --decide
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from molt.admission.decide import AdmissionRule, Decision, GroupVerdict, decide_group
 from molt.admission.plan import SegmentRow
@@ -16,9 +16,11 @@ from molt.admission.plan import SegmentRow
 
 @dataclass(slots=True, kw_only=True)
 class OpenGroup:
-    """A dispatched group that is not decided yet."""
+    """A dispatched group that has not trained yet."""
 
     group_id: str
+    group_size: int
+    """Members that it was dispatched with: a resumed run may send others with more or fewer."""
     members: dict[int, list[SegmentRow]] = field(default_factory=dict)
     """Finished members with the segments of their rollout."""
     failed: set[int] = field(default_factory=set)
@@ -29,9 +31,10 @@ class OpenGroup:
         """Every segment of every finished member."""
         return [row for member in sorted(self.members) for row in self.members[member]]
 
-    def missing(self, group_size: int) -> list[int]:
+    @property
+    def missing(self) -> list[int]:
         """Members that neither finished nor failed for good."""
-        return [member for member in range(group_size) if member not in self.members and member not in self.failed]
+        return [member for member in range(self.group_size) if member not in self.members and member not in self.failed]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +43,7 @@ class Inbox:
 
     rule: AdmissionRule
     open: dict[str, OpenGroup] = field(default_factory=dict)
-    ready: dict[str, list[SegmentRow]] = field(default_factory=dict)
+    ready: dict[str, OpenGroup] = field(default_factory=dict)
     heard_of: set[str] = field(default_factory=set)
     """Open groups with news since the last decision."""
     num_consumed: int = 0
@@ -59,10 +62,14 @@ class Inbox:
         """Note that the version in force began before the newest num_since groups."""
         self.num_before = self.num_consumed - num_since
 
-    def dispatch(self, group_id: str) -> None:
-        """Note a group that was sent to rollout."""
+    def size_of(self, group_id: str) -> int:
+        """Members of a group that is open, or of one that is dispatched now."""
+        return self.open[group_id].group_size if group_id in self.open else self.rule.group_size
+
+    def dispatch(self, group_id: str, group_size: int | None = None) -> None:
+        """Note a group that was sent to rollout, with as many members as the rule says when group_size is absent."""
         assert group_id not in self.ready, f"group {group_id} was dispatched after it finished"
-        self.open.setdefault(group_id, OpenGroup(group_id=group_id))
+        self.open.setdefault(group_id, OpenGroup(group_id=group_id, group_size=group_size or self.rule.group_size))
 
     def take_in(self, rows: Iterable[SegmentRow]) -> None:
         """Note segments that were committed. Rows of groups that are not open (decided already) only move the cursor."""
@@ -90,12 +97,12 @@ class Inbox:
         dropped = []
         news, self.heard_of = self.heard_of, set()
         for group in [group for group_id, group in self.open.items() if group_id in news]:
-            if group.missing(self.rule.group_size):
+            if group.missing:
                 continue
             del self.open[group.group_id]
-            verdict = self._judge(group.group_id, group.segments, len(group.failed), policy_version)
+            verdict = self._judge(group, policy_version)
             if verdict.decision in (Decision.ADMITTED, Decision.STALE):
-                self.ready[group.group_id] = group.segments
+                self.ready[group.group_id] = group
             else:
                 dropped.append(verdict)
         return dropped
@@ -105,27 +112,28 @@ class Inbox:
 
         Returns no segments when fewer are ready than asked for; stale ones are dropped all the same.
         """
-        verdicts = {gid: self._judge(gid, rows, 0, policy_version) for gid, rows in self.ready.items()}
+        verdicts = {gid: self._judge(group, policy_version) for gid, group in self.ready.items()}
         stale = [verdict for verdict in verdicts.values() if verdict.decision == Decision.STALE]
         for verdict in stale:
             del self.ready[verdict.group_id]
         if len(self.ready) < num_groups:
             return [], stale
         chosen = self._oldest(self.ready)[:num_groups]
-        segments = [row for gid in chosen for row in self.ready.pop(gid)]
+        segments = [row for gid in chosen for row in self.ready.pop(gid).segments]
         self.num_consumed += len(chosen)
         return segments, stale + [verdicts[gid] for gid in chosen]
 
     def peek(self, num_groups: int, policy_version: int) -> dict[str, list[SegmentRow]]:
         """Segments of the groups, at most num_groups, that pick would take now if they were enough; nothing changes."""
-        fresh = [gid for gid, rows in self.ready.items() if self._judge(gid, rows, 0, policy_version).decision != Decision.STALE]
-        return {gid: self.ready[gid] for gid in self._oldest(fresh)[:num_groups]}
+        fresh = [gid for gid, group in self.ready.items() if self._judge(group, policy_version).decision != Decision.STALE]
+        return {gid: self.ready[gid].segments for gid in self._oldest(fresh)[:num_groups]}
 
     def _oldest(self, group_ids: Iterable[str]) -> list[str]:
-        return sorted(group_ids, key=lambda gid: _age(self.ready[gid]))
+        return sorted(group_ids, key=lambda gid: _age(self.ready[gid].segments))
 
-    def _judge(self, group_id: str, segments: list[SegmentRow], num_failed: int, policy_version: int) -> GroupVerdict:
-        return decide_group(group_id, segments, num_failed=num_failed, policy_version=policy_version, rule=self.rule)
+    def _judge(self, group: OpenGroup, policy_version: int) -> GroupVerdict:
+        rule, num_failed = replace(self.rule, group_size=group.group_size), len(group.failed - group.members.keys())
+        return decide_group(group.group_id, group.segments, num_failed=num_failed, policy_version=policy_version, rule=rule)
 
 
 def _member(rollout_id: str) -> int:

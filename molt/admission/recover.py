@@ -103,9 +103,9 @@ def stand(
             case "step_trained":
                 recorded[body["step"]] = body
     planned = {row.group_id for plan in plans.values() for row in plan.segments}
-    for group_id in dispatched:
+    for group_id, body in dispatched.items():
         if group_id not in dropped and group_id not in planned:
-            inbox.dispatch(group_id)
+            inbox.dispatch(group_id, body["group_size"])
     inbox.take_in(segment_rows(segments))
     for group_id, lost in final:
         inbox.fail(group_id, lost)
@@ -130,5 +130,5 @@ def _open_members(inbox: Inbox, dispatched: Mapping[str, dict[str, Any]], tries:
             num_tries=tries[(group_id, member)] + 1,
         )
         for group_id, group in inbox.open.items()
-        for member in group.missing(inbox.rule.group_size)
+        for member in group.missing
     )

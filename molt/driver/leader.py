@@ -208,7 +208,7 @@ class Leader:
             epoch=place.epoch,
             order_index=place.order_index,
             members=members,
-            group_size=self.config.rollout.n_samples_per_prompt,
+            group_size=self.inbox.size_of(group_id),
             first_try=first_try,
         )
 

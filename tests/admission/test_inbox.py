@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from molt.admission.decide import AdmissionRule, Decision
 from molt.admission.inbox import Inbox
 from molt.admission.plan import SegmentRow, plan_step, plan_to_json
@@ -26,7 +28,7 @@ def test_group_is_ready_only_when_every_member_finished_and_rows_twice_change_no
     inbox.take_in([row(0, 0, 1), row(0, 0, 1)])
     assert inbox.decide(0) == [] and inbox.num_running == 1 and not inbox.ready
     inbox.take_in([row(0, 1, 2), row(0, 1, 2)])
-    assert inbox.decide(0) == [] and len(inbox.ready["e0-p0"]) == 2
+    assert inbox.decide(0) == [] and len(inbox.ready["e0-p0"].segments) == 2
     inbox.take_in([row(0, 1, 2)])  # late echo of a decided group
     segments, verdicts = inbox.pick(1, 0)
     assert (len(segments), [v.decision for v in verdicts]) == (2, [Decision.ADMITTED])
@@ -41,6 +43,30 @@ def test_failed_member_drops_the_group_once_with_its_reason():
     (verdict,) = inbox.decide(0)
     assert (verdict.decision, verdict.num_failed, verdict.n_sampled) == (Decision.INCOMPLETE, 1, 3)
     assert inbox.decide(0) == [] and inbox.num_running == 0
+
+
+def test_group_that_is_kept_without_a_failed_member_says_so_when_it_is_admitted():
+    inbox = Inbox(rule=AdmissionRule(max_lag=1, group_size=2, drop_incomplete=False, filter_range=None))
+    inbox.dispatch("e0-p0")
+    inbox.take_in([row(0, 0, 0)])
+    inbox.fail("e0-p0", 1)
+    assert inbox.decide(0) == []
+    _, (verdict,) = inbox.pick(1, 0)
+    assert (verdict.decision, verdict.num_rollouts, verdict.num_failed) == (Decision.ADMITTED, 1, 1)
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_group_that_was_sent_before_is_as_large_as_it_was_then(group_size: int):
+    """Sent with two members; the resumed run sends groups of one, or of three."""
+    inbox = Inbox(rule=AdmissionRule(max_lag=1, group_size=group_size, drop_incomplete=True, filter_range=None))
+    table = [{name: getattr(row(0, 0, 0), name) for name in SEGMENT_COLUMNS}]
+    standing = stand(table, [dispatched(0)], inbox=inbox, from_step=0, num_prompts=10)
+    assert [(m.group_id, m.member) for m in standing.open_members] == [("e0-p0", 1)]
+    assert (inbox.size_of("e0-p0"), inbox.size_of("e0-p1")) == (2, group_size)
+    inbox.take_in([row(0, 1, 1)])
+    assert inbox.decide(0) == [] and list(inbox.ready) == ["e0-p0"]
+    _, (verdict,) = inbox.pick(1, 0)
+    assert (verdict.decision, verdict.num_rollouts) == (Decision.ADMITTED, 2)
 
 
 def test_peek_names_what_pick_would_take_and_changes_nothing():
