@@ -90,7 +90,8 @@ class Producer:
                 future = await loop.run_in_executor(None, self._sink.submit, message)
             for pause in self._pauses():
                 try:
-                    ack = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), self._resend_s)
+                    async with asyncio.timeout(self._resend_s):
+                        ack = await asyncio.shield(asyncio.wrap_future(future))
                 except _UNCLEAR as error:
                     if isinstance(error, _FINAL):
                         raise

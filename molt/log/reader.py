@@ -72,6 +72,15 @@ class LogReader:
         self._datasets[table] = held
         return held
 
+    def must_reach(self, lsn: int, what: str) -> None:
+        """LogError when the log ends before the lsn that `what` builds on: it was lost, or an older copy of it lies there."""
+        end = self.cut().lsn
+        if end < lsn:
+            raise LogError(
+                f"log={self.home.where}: it ends at lsn {end}, but {what} builds on lsn {lsn}: rows are missing; "
+                f"restore the log of this run from a copy, or begin a new run"
+            )
+
     def cut(self, at: int | str | None = None) -> Cut:
         """A consistent view: everything up to the newest complete group, or up to lsn `at`, or what the pin of that name holds."""
         if isinstance(at, str):

@@ -20,7 +20,7 @@ from molt.log.checked import is_gone
 from molt.log.core import LogCore
 from molt.log.digest import merkle_root, row_digests
 from molt.log.holds import holders
-from molt.log.rows import event, to_arrow
+from molt.log.rows import Event, event, to_arrow
 from molt.log.table import LogTable, storable
 from molt.log.tombstone import KIND, runs_of, tombstones_of
 from molt.log.upkeep import Upkeep
@@ -138,12 +138,14 @@ def _needed(core: LogCore, num_checkpoints: int) -> set[str]:
 
 
 def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Emptied]:
-    """Empty the segments of a rollout, its scores, and the payloads that no other rollout shares."""
+    """Empty the segments of a rollout, its scores, and the payloads that no other rollout shares.
+    Its group, if it waits, will not train."""
     quoted = rollout_id.replace("'", "''")
     segments = core.tables["segments"].dataset
-    mine = segments.to_table(columns=["segment_id", *_NAMING], filter=f"rollout_id = '{quoted}'")
+    mine = segments.to_table(columns=["segment_id", "group_id", *_NAMING], filter=f"rollout_id = '{quoted}'")
     if not len(mine):
         raise LogError(f"rollout_id={rollout_id}: no such rollout in {core.home.where}")
+    _withdraw(core, str(mine["group_id"][0]), reason=reason)
     blobs = _named_by(mine)
     if blobs:
         blobs -= _named_by(segments.to_table(columns=list(_NAMING), filter=f"{_NAMES_ANY} and rollout_id <> '{quoted}'"))
@@ -154,6 +156,39 @@ def redact_rollout(core: LogCore, rollout_id: str, *, reason: str) -> list[Empti
         where = f"payload_digest in ({_quoted(blobs)})"
         done.append(_empty(core, "payloads", where, family="rollout", reason=reason, rollout_id=rollout_id))
     return done
+
+
+def _withdraw(core: LogCore, group_id: str, *, reason: str) -> None:
+    """Decide a group that waits and that no plan has taken: a resumed run would admit it, and could not read the rollout."""
+    kinds = "('group_dispatched', 'group_decided', 'batch_planned')"
+    facts = core.tables["events"].dataset.to_table(columns=["kind", "body"], filter=f"kind in {kinds}")
+    is_waiting = False
+    for kind, body in zip(facts["kind"].to_pylist(), map(orjson.loads, facts["body"].to_pylist()), strict=True):
+        if kind == "batch_planned" and group_id in body["groups"]:
+            return
+        if kind != "batch_planned" and body["group_id"] == group_id:
+            if body.get("decision", "admitted") != "admitted" or body.get("purpose", "train") != "train":
+                return
+            is_waiting = True
+    if not is_waiting:
+        return
+    rows = core.tables["segments"].dataset.to_table(columns=["rollout_id", "n_sampled"], filter=f"group_id in ({_quoted([group_id])})")
+    verdict = event(
+        "group_decided",
+        group_id=group_id,
+        decision="incomplete",
+        reason=f"a rollout of it was redacted: {reason}",
+        num_rollouts=pc.count_distinct(rows["rollout_id"]).as_py(),
+        num_failed=0,
+        n_sampled=pc.sum(rows["n_sampled"]).as_py(),
+    )
+    _tell(core, verdict)
+
+
+def _tell(core: LogCore, fact: Event) -> None:
+    """Commit one fact as a group of its own."""
+    producer = f"log.{core.state.epoch}.{core.state.group}"
+    core.commit_group({"events": [to_arrow("events", [fact], run=core.run, attempt=core.state.attempt, producer=producer, seq=0)]}, {})
 
 
 _NAMING = ("routing_digest", "media")
@@ -256,9 +291,7 @@ def _bury(
         left_root=merkle_root(row_digests(cleared)).hex(),
         reason=reason,
     )
-    producer = f"log.{core.state.epoch}.{core.state.group}"
-    rows = to_arrow("events", [fact], run=core.run, attempt=core.state.attempt, producer=producer, seq=0)
-    core.commit_group({"events": [rows]}, {})
+    _tell(core, fact)
 
 
 def _rewrite(core: LogCore, table: LogTable, rows: pa.RecordBatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import lance
 import numpy as np
+import orjson
 import pyarrow as pa
 import pytest
 
@@ -362,3 +363,32 @@ def test_rows_that_were_emptied_are_not_called_damaged(three: Path) -> None:
     with pytest.raises(LogError, match=r"segment_id=e0-p1/0/0/0: its tokens were taken out"):
         list(LogReader.open(three).cut().batches())
     assert sum(len(batch) for batch in LogReader.open(three).cut().batches(where="rollout_id <> 'e0-p1/0/0'")) == 2
+
+
+def test_checkpoint_that_builds_on_rows_that_are_not_there_is_told(three: Path, fast: Fast) -> None:
+    LogReader.open(three).must_reach(5, "checkpoint step-00000001")
+    shutil.rmtree(three / "log")
+    LogWriter.open(three, run="run", store=fast("process"), attempt=2).close()
+    with pytest.raises(LogError, match=r"ends at lsn -1, but checkpoint step-00000001 builds on lsn 5"):
+        LogReader.open(three).must_reach(5, "checkpoint step-00000001")
+
+
+def test_waiting_group_of_a_redacted_rollout_is_decided_so_that_a_resumed_run_can_go_on(three: Path) -> None:
+    with LogWriter.open(three, run="run", store="process") as writer:
+        producer = Producer(writer, "leader")
+        sent = {"epoch": 0, "prompt_id": "p", "group_size": 1, "members": [0], "purpose": "train"}
+        for index in range(3):
+            place = {"group_id": f"e0-p{index}", "prompt_index": index, "order_index": index}
+            producer.append_sync(events=[event("group_dispatched", **sent, **place)])
+        figures = {"num_segments": 1, "num_rollouts": 1, "n_sampled": 3, "seed": 0, "cursor": 0}
+        planned = event("batch_planned", step=0, policy_version=0, plan="{}", plan_digest="", groups=["e0-p0"], **figures)
+        producer.append_sync(events=[planned])
+    with existing_core(three) as core:
+        for index in (0, 1, 1):  # group 0 is in a plan, group 1 waits; the second time it is decided already
+            redact_rollout(core, f"e0-p{index}/0/0", reason="asked")
+    decided = LogReader.open(three).cut().table("events", ["body"], where="kind = 'group_decided'")["body"].to_pylist()
+    (verdict,) = map(orjson.loads, decided)
+    assert (verdict["group_id"], verdict["decision"]) == ("e0-p1", "incomplete")
+    assert verdict["reason"] == "a rollout of it was redacted: asked"
+    assert (verdict["num_rollouts"], verdict["n_sampled"]) == (1, 3)
+    assert verify_log(three).is_clean

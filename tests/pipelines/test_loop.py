@@ -87,6 +87,15 @@ def test_killed_driver_resumes_without_skipping_or_doubling(world: World, wait_f
     assert replayed.returncode == 0, replayed.stdout[-3000:] + replayed.stderr[-3000:]
 
 
+def test_run_whose_log_was_lost_is_not_taken_up_as_if_it_had_just_begun(trained: World):
+    shutil.copytree(trained.run("once"), trained.run("lost"))
+    shutil.rmtree(trained.run("lost") / "log")
+    resumed = trained.molt("train", "--resume", trained.run("lost"), "--train.num_steps=8")
+    said = resumed.stdout + resumed.stderr
+    assert resumed.returncode == 1, said[-3000:]
+    assert "ends at lsn -1, but checkpoint step-00000006 builds on lsn" in " ".join(said.split())
+
+
 def test_killed_run_goes_on_under_another_number_of_ranks_and_every_step_replays(world: World, wait_for):
     driver = world.start("widened", "train", *world.flags("widened", train__num_steps=6, ckpt__save_interval=2))
     try:
