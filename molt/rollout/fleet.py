@@ -263,8 +263,7 @@ class Fleet:
         """What becomes of engines that did not take the weights.
 
         One that said no (RefitError) still holds the old ones: it serves on if all said no, else it is out of service until a later
-        refit. One that did not answer a refit is in a state that nobody knows: it is replaced, as one that cannot go on. One that could
-        not be paused is probed.
+        refit. One that did not answer a refit is in a state that nobody knows: it is replaced. One that could not be paused is probed.
         """
         for name, error in failed.items():
             if name in unpaused:
@@ -273,8 +272,7 @@ class Fleet:
                 self.retire(name, str(error))
         left = {name: self.berths[name].handle for name in failed if self.berths[name].death is None}
         if not is_any_good:
-            for name, error in (await self._each(left, lambda handle: handle.resume()))[1].items():
-                self.retire(name, str(error))
+            await self._each(left, lambda handle: handle.resume())  # one that has no whole weights stays paused for the next try
             return
         for name in left:
             self.berths[name].is_stale = True

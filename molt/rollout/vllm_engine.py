@@ -343,12 +343,10 @@ class VllmEngine:
             await self._llm.update_weight_version(str(self._version))
 
     async def resume(self) -> None:
-        """Go on. What is in flight ends where the weights in place are not those of its version."""
+        """Go on; EngineError while the weights in place are no version's, and calls in flight wait for the next refit."""
         if self._unfit is not None:
-            await self._cut(list(self._calls.values()))
+            raise EngineError(f"engine {self._name} cannot resume: {self._unfit}")
         if self._is_cache_asleep:
-            if self._unfit is not None:
-                raise EngineError(f"engine {self._name} cannot resume: {self._unfit}")
             await self._llm.wake_up(tags=["kv_cache"])
             self._is_cache_asleep = False
         await self._llm.resume_generation()

@@ -15,7 +15,6 @@ import torch
 from molt import environ
 from molt.config import Config
 from molt.errors import EngineError, RefitError
-from molt.rollout.engine import FinishReason
 from molt.rollout.vision import model_class
 from molt.rollout.vllm_engine import VllmEngine
 from molt.rollout.vllm_settings import vllm_environment
@@ -63,18 +62,20 @@ class TestVllmDense(EngineContract):
 
         other = {name: tensor * 1.5 for name, tensor in named_weights(bench.model).items()}
         await bench.engine.pause("keep")
-        before = sum(bench.engine._counts().values())
+        num_before = sum(bench.engine._counts().values())
         monkeypatch.setattr(bench.engine._weights_of, "ask", lose)
         with pytest.raises(RefitError, match="lost on the way back"):
             await bench.engine.refit(write_weights(other, policy_version=bench.version + 1, folder=bench.folder))
-        await bench.engine.resume()
-        result = await running
-        assert result.finish_reason is FinishReason.ABORT and len(result.token_ids) == before
+        with pytest.raises(EngineError, match="could not be put back"):
+            await bench.engine.resume()
         with pytest.raises(EngineError, match="could not be put back"):
             await bench.generate(PROMPT, sampling())
         monkeypatch.undo()
         await bench.refit(71)
-        assert (await bench.generate(PROMPT, sampling())).finish_reason is FinishReason.LENGTH
+        result = await running
+        assert result.policy_versions.tolist() == [bench.version - 1] * num_before + [bench.version] * (300 - num_before)
+        new = bench.logprobs(PROMPT, result.token_ids, 1.0)
+        assert np.abs(result.logprobs - new)[num_before:].max() < TOLERANCE
 
 
 @pytest.mark.asyncio(loop_scope="class")
