@@ -31,7 +31,8 @@ from molt.schema import TABLES, arrow_schema, reference
 MANIFEST = "MANIFEST.json"
 ROW_GROUP_BYTES = 64 << 20
 """Bound on a row group in memory, so that any reader gets it in one piece."""
-_BATCH_ROWS = 1024
+_BATCH_ROWS, _BATCH_BLOBS = 1024, 64
+"""Rows at a time; fewer of payloads, which may be megabytes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +55,10 @@ def _sorted_batches(cut: Cut, table: str) -> Iterator[pa.Table]:
     dataset = cut.dataset(table)
     order = dataset.to_table(columns=["lsn"])["lsn"].combine_chunks()
     is_sorted = len(order) < 2 or bool(pc.all(pc.less(order[:-1], order[1:])).as_py())
-    options: dict[str, Any] = {"blob_handling": "all_binary"} if table == "payloads" else {}
-    scanner = dataset.scanner(
-        filter=f"lsn <= {cut.lsn}", batch_size=_BATCH_ROWS, order_by=None if is_sorted else ["lsn"], scan_in_order=True, **options
-    )
+    options: dict[str, Any] = {"batch_size": _BATCH_ROWS}
+    if table == "payloads":
+        options = {"batch_size": _BATCH_BLOBS, "blob_handling": "all_binary"}
+    scanner = dataset.scanner(filter=f"lsn <= {cut.lsn}", order_by=None if is_sorted else ["lsn"], scan_in_order=True, **options)
     schema = arrow_schema(table)
     for batch in scanner.to_batches():
         if batch.num_rows:

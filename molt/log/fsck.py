@@ -30,7 +30,7 @@ from molt.log.rows import event, to_arrow
 from molt.log.store import load_store
 from molt.log.table import LogTable
 from molt.log.tombstone import KIND, LOST, Tombstones, runs_of, tombstones_of
-from molt.log.verify import Finding, Report, check_density, verify_log
+from molt.log.verify import Finding, Report, check_density, fragment_rows, verify_log
 from molt.schema import TABLES
 
 
@@ -149,11 +149,10 @@ def _true_rows(rows: pa.RecordBatch, emptied: set[int]) -> pa.RecordBatch:
 
 
 def _is_whole(dataset: lance.LanceDataset, fragment: lance.LanceFragment, table: str, emptied: set[int]) -> bool:
-    options = {"blob_handling": "all_binary"} if table == "payloads" else {}
     try:
         count = 0
-        for batch in dataset.scanner(fragments=[fragment], batch_size=2048, **options).to_batches():
-            count += _true_rows(one_batch(pa.Table.from_batches([batch])), emptied).num_rows
+        for rows in fragment_rows(dataset, fragment, table):
+            count += _true_rows(rows, emptied).num_rows
         return count == fragment.count_rows()
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):

@@ -23,7 +23,7 @@ from molt.log.holds import holders
 from molt.log.rows import Event, event, to_arrow
 from molt.log.table import LogTable, storable
 from molt.log.tombstone import KIND, runs_of, tombstones_of
-from molt.log.upkeep import Upkeep
+from molt.log.upkeep import Upkeep, runs_within
 
 
 class Family(StrEnum):
@@ -43,6 +43,10 @@ _NUM_CHECKPOINTS = 2
 """Newest checkpoints that a profile leaves something to resume from: the newest may turn out damaged."""
 _LOOK_ROWS = 64
 """Rows at a time when a held version is looked at."""
+_PART_BYTES = 256 << 20
+"""Content that is emptied at a time."""
+_WEIGHT = {"payloads": ("size_bytes", 1), "segments": ("n_tokens", 8), "scores": ("n_sampled", 24)}
+"""By table: the column that says how heavy a row is, and bytes for each."""
 _TABLE = {Family.ROUTING: "payloads", Family.PAYLOADS: "payloads", Family.SCORES: "scores", Family.TOKENS: "segments"}
 HEAVY = {
     "payloads": ("data",),
@@ -221,15 +225,33 @@ def _cleared(table: str, rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _empty(core: LogCore, table: str, where: str, *, family: str, reason: str, rollout_id: str | None) -> Emptied:
-    """Write the tombstone, rewrite the rows, drop the versions that held them."""
+    """Write tombstones, rewrite the rows, drop the versions that held them; a bounded number of bytes at a time."""
     core.roll_forward()
     held = core.tables[table]
+    column, width = _WEIGHT[table]
+    light = held.dataset.to_table(columns=["lsn", column], filter=where).sort_by("lsn")
+    lsns, weights = light["lsn"].to_pylist(), [width * number for number in light[column].to_pylist()]
+    num_rows = size = 0
+    for part in runs_within(weights, most=_PART_BYTES):
+        bounds = f"({where}) and lsn >= {lsns[part[0]]} and lsn <= {lsns[part[-1]]}"
+        found = _empty_part(core, held, bounds, family=family, reason=reason, rollout_id=rollout_id)
+        num_rows += found.num_rows
+        size += sum(found["size_bytes"].to_pylist()) if table == "payloads" else 0
+    if lsns:  # also when nothing is left to empty: the call before may have died here, or met a pin that is gone
+        upkeep = Upkeep(core)
+        if num_rows or any(fragment.metadata.deletion_file for fragment in held.dataset.get_fragments()):
+            upkeep.compact(held, is_full=True)
+        upkeep.clean_up(held, keep=1)
+    return Emptied(table=table, num_rows=num_rows, size_bytes=size, kept_by=_keepers(core, held, where) if lsns else ())
+
+
+def _empty_part(core: LogCore, held: LogTable, where: str, *, family: str, reason: str, rollout_id: str | None) -> pa.RecordBatch:
+    """Empty the rows that still hold something, under a tombstone of their own; the rows as they were."""
     events = core.tables["events"].dataset.to_table(columns=["kind", "body"], filter=f"kind = '{KIND}'")
-    options = {"blob_handling": "all_binary"} if table == "payloads" else {}
+    options = {"blob_handling": "all_binary"} if held.name == "payloads" else {}
     found = one_batch(held.dataset.to_table(filter=where, **options).sort_by("lsn"))
-    is_touched = found.num_rows > 0
-    gone = tombstones_of(events).emptied(table)
-    cleared = _cleared(table, found)
+    gone = tombstones_of(events).emptied(held.name)
+    cleared = _cleared(held.name, found)
     is_full = pa.array(
         [
             lsn not in gone or now != left
@@ -239,17 +261,11 @@ def _empty(core: LogCore, table: str, where: str, *, family: str, reason: str, r
     )
     found, cleared = found.filter(is_full), cleared.filter(is_full)
     if found.num_rows:
-        _bury(core, table, found, cleared, family=family, reason=reason, rollout_id=rollout_id)
+        _bury(core, held.name, found, cleared, family=family, reason=reason, rollout_id=rollout_id)
         _rewrite(core, held, cleared)
-        if table == "payloads":
+        if held.name == "payloads":
             core.forget_payloads()
-    if is_touched:  # also when nothing is left to empty: the call before may have died here, or met a pin that is gone
-        upkeep = Upkeep(core)
-        if found.num_rows or any(fragment.metadata.deletion_file for fragment in held.dataset.get_fragments()):
-            upkeep.compact(held, is_full=True)
-        upkeep.clean_up(held, keep=1)
-    size = sum(found["size_bytes"].to_pylist()) if table == "payloads" else 0
-    return Emptied(table=table, num_rows=found.num_rows, size_bytes=size, kept_by=_keepers(core, held, where) if is_touched else ())
+    return found
 
 
 def _keepers(core: LogCore, table: LogTable, where: str) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ from molt.log.reader import LogReader
 from molt.log.tombstone import KIND, LOST, Tombstones, runs_of, tombstones_of
 from molt.schema import TABLES
 
-_BATCH_ROWS = 2048
+_BATCH_ROWS, _BATCH_BLOBS = 2048, 64
+"""Rows at a time; fewer of payloads, which may be megabytes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +73,12 @@ class TableScan:
         return {lsn for lsn, digest in self.left.items() if digest != self.written[lsn]}
 
 
-def _fragment_rows(dataset: lance.LanceDataset, fragment: lance.LanceFragment, table: str) -> Iterator[pa.RecordBatch]:
-    options = {"blob_handling": "all_binary"} if table == "payloads" else {}
-    for batch in dataset.scanner(fragments=[fragment], batch_size=_BATCH_ROWS, **options).to_batches():
+def fragment_rows(dataset: lance.LanceDataset, fragment: lance.LanceFragment, table: str) -> Iterator[pa.RecordBatch]:
+    """Every row of a fragment with all its content, a bounded number at a time."""
+    options: dict[str, Any] = {"batch_size": _BATCH_ROWS}
+    if table == "payloads":
+        options = {"batch_size": _BATCH_BLOBS, "blob_handling": "all_binary"}
+    for batch in dataset.scanner(fragments=[fragment], **options).to_batches():
         yield one_batch(pa.Table.from_batches([batch]))
 
 
@@ -103,7 +107,7 @@ def _scan_table(dataset: lance.LanceDataset, table: str, tombstones: Tombstones,
             continue
         before = len(scan.written)
         try:
-            for rows in _fragment_rows(dataset, fragment, table):
+            for rows in fragment_rows(dataset, fragment, table):
                 report.findings += [
                     Finding(table=table, file=file, lsn_first=first, lsn_last=last, what="rows fail their digest")
                     for first, last in runs_of(_scan_rows(rows, emptied, scan))

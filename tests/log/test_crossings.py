@@ -28,7 +28,7 @@ from molt.log.pin import create_pin, delete_pin, verify_pin
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.retention import Family, drop_family, redact_rollout
-from molt.log.rows import Score, event
+from molt.log.rows import Payload, Score, event
 from molt.log.store import Store
 from molt.log.table import LogTable
 from molt.log.upkeep import Alarm
@@ -392,3 +392,19 @@ def test_waiting_group_of_a_redacted_rollout_is_decided_so_that_a_resumed_run_ca
     assert verdict["reason"] == "a rollout of it was redacted: asked"
     assert (verdict["num_rollouts"], verdict["n_sampled"]) == (1, 3)
     assert verify_log(three).is_clean
+
+
+def test_much_content_is_emptied_part_by_part(run_dir: Path, fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molt.log.retention._PART_BYTES", 2500)
+    payloads = [Payload(kind="routing", data=bytes([index]) * 1000, shape=(1000,), dtype="|u1") for index in range(5)]
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        Producer(writer, "p").append_sync(payloads=payloads)
+    with existing_core(run_dir) as core:
+        done = drop_family(core, Family.ROUTING, before_lsn=4, reason="test")
+    assert (done.num_rows, done.size_bytes) == (4, 4000)
+    cut = LogReader.open(run_dir).cut()
+    assert cut.table("events", ["kind"]).num_rows == 2  # two payloads go into 2,500 bytes, so two tombstones
+    assert cut.payload(payloads[4].payload_digest) == payloads[4]
+    assert b"\x03" * 1000 not in bytes_of(run_dir, "payloads")
+    report = verify_log(run_dir)
+    assert (report.findings, report.num_emptied) == ([], 4)
