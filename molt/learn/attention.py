@@ -35,7 +35,7 @@ def rows_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: object,
+    **further: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D).
 
@@ -43,6 +43,7 @@ def rows_attention(
     """
     if row_lengths is None or attention_mask is not None:
         raise SettingError(f"attention={NAME}, it needs packed rows and no mask; call the model through molt.learn.model")
+    flex.refuse_further(NAME, further)
     key_lengths = row_lengths
     if slice_of is not None:
         key, value = slice_of.keys(key, value)

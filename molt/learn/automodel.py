@@ -115,9 +115,15 @@ def _use_rows(lm: Any, name: str, attend: Callable[..., tuple[torch.Tensor, None
     bounds = RowBounds()
     for module in lm.modules():
         if hasattr(module, "attn_func") and hasattr(module, "backend"):
-            module.attn_func = RowsFunction(bounds, attend, scaling=float(module.head_dim) ** -0.5)
+            module.attn_func = RowsFunction(bounds, attend, scaling=_scaling(module))
     lm.row_bounds = bounds
     return name
+
+
+def _scaling(module: Any) -> float:
+    """What a layer multiplies its scores by."""
+    given = getattr(module, "softmax_scale", None)
+    return float(module.head_dim) ** -0.5 if given is None else float(given)
 
 
 class RowBounds:
@@ -139,7 +145,6 @@ class RowsFunction:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
         """Causal attention inside each row."""
         bounds = self.bounds
-        output, _ = self.attend(
-            nn.Identity(), q, k, v, None, row_lengths=bounds.row_lengths, slice_of=bounds.slice_of, scaling=self.scaling
-        )
+        known = {"row_lengths": bounds.row_lengths, "slice_of": bounds.slice_of, "scaling": self.scaling}
+        output, _ = self.attend(nn.Identity(), q, k, v, None, **options | known)
         return output.transpose(1, 2)

@@ -6,6 +6,7 @@ transformers finds the blocks by a compiled program over all pairs of tokens, wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -33,16 +34,29 @@ def flex_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: object,
+    **further: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D)."""
     if row_lengths is None or attention_mask is not None or slice_of is not None:
         raise SettingError(f"attention={NAME}, it needs whole packed rows and no mask; call the model through molt.learn.model")
     if query.requires_grad and not query.is_cuda:
         raise SettingError("fsdp.attn_implementation=flex, torch's flex kernels learn on a GPU only; set it to sdpa")
+    refuse_further(NAME, further)
     mask = row_blocks(row_lengths, sliding_window, query.device)
-    output = _kernels(is_compiled=query.is_cuda)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    output = _kernels(is_compiled=query.is_cuda)(
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
     return output.transpose(1, 2), None
+
+
+def refuse_further(name: str, further: Mapping[str, object]) -> None:
+    """SettingError for what a layer asks of its attention that would change its scores, and that a row attention does not do."""
+    for option in ("softcap", "s_aux", "sink_weights", "attn_mask", "position_bias"):
+        if further.get(option) is not None:
+            raise SettingError(
+                f"attention={name}, the layers of this model give it {option}, which it does not know; "
+                "set fsdp.attn_implementation=flash_attention_2 or te, or take another model"
+            )
 
 
 @cache

@@ -28,6 +28,16 @@ from molt.learn.tensor_parallel import local_head
 from molt.model_shape import IMAGE_FAMILIES, takes_images
 from molt.rollout.vision import blank_tensors, eyes, features_per_tile, has_eyes, image_features, language_model, model_class
 
+PACKED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Kinds of layers, as configs call them, that look at the tokens of a row only where the attention says so."""
+STATEFUL_FAMILIES = frozenset(
+    {
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2",
+        "nemotron_h", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+    }
+)  # fmt: skip
+"""Models with a state that goes from token to token, whatever their configs call the layers."""
+
 
 class TokenScorer(nn.Module):
     """A causal language model whose forward gives log-prob and entropy of each sampled token of packed rows."""
@@ -221,12 +231,14 @@ def load_model(path: str, actor: ActorSettings, fsdp: FsdpSettings, *, is_deferr
         raise SettingError(f"actor.model_name_or_path={path}, it holds no config.json; give a folder with a Hugging Face model")
     if uses_automodel(actor, fsdp) and not takes_images(path):
         lm, name = automodel.load_automodel(path, actor, fsdp)
+        refuse_layers(path, lm.config, name)
         prepare(lm, actor)
         return TokenScorer(lm, attention_name=name)
     name = attention_name(fsdp)
     attention.register()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
+        refuse_layers(path, config, name)
         has_images = config.model_type in IMAGE_FAMILIES
         # Rows are kept apart among tokens; the tiles of an image are a batch of their own.
         attention_of: Any = {"text_config": name, "vision_config": "sdpa"} if has_images else name
@@ -249,6 +261,24 @@ def uses_automodel(actor: ActorSettings, fsdp: FsdpSettings) -> bool:
     if actor.implementation == "auto":
         return fsdp.ep_size > 1 or (fsdp.tp_size == 1 and torch.cuda.is_available() and automodel.is_installed())
     return actor.implementation == "automodel"
+
+
+def refuse_layers(path: str, config: Any, name: str) -> None:
+    """SettingError for layers that would see other rows of a packed batch, or other tokens than elsewhere. name: of the attention."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    others = sorted(kinds - PACKED_LAYERS)
+    if others or text.model_type in STATEFUL_FAMILIES:
+        raise SettingError(
+            f"actor.model_name_or_path={path}, its layers ({', '.join(others) or text.model_type}) look beyond the tokens of their own row "
+            "of a packed batch, or at fewer of them, in a way that packing does not know; take a model whose layers are of kind "
+            f"{', '.join(sorted(PACKED_LAYERS))}"
+        )
+    if name == "eager" and "sliding_attention" in kinds:
+        raise SettingError(
+            f"fsdp.attn_implementation=eager, {path} has layers that see a window, which its one mask for all layers does not have; "
+            "set it to sdpa"
+        )
 
 
 def prepare(lm: Any, actor: ActorSettings) -> None:
