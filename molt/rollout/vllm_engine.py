@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from molt.data.images import Image
-from molt.errors import EngineError, RefitError
+from molt.errors import EngineError, MoltError, RefitError
 from molt.rollout.engine import EngineInfo, Generation, RefitReport, Sampling, WeightSource, nothing_sampled
 from molt.rollout.vllm_calls import (
     Call,
@@ -206,7 +206,7 @@ class VllmEngine:
             self._num_finished += len(output.outputs[0].token_ids)
             routes = await self._routes(call, output) if self._capture_routes else None
             return to_generation(call, output, routes, is_cache_kept=self._kv_on_refit == "keep")
-        except EngineError:
+        except MoltError:
             raise
         except Exception as error:
             raise EngineError(f"engine {self._name}, request {call.request_id}: {type(error).__name__}: {error}") from error

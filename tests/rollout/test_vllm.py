@@ -14,8 +14,10 @@ import torch
 
 from molt import environ
 from molt.config import Config
-from molt.errors import EngineError, RefitError
+from molt.errors import EngineError, LineageError, RefitError
+from molt.rollout import vllm_calls
 from molt.rollout.vision import model_class
+from molt.rollout.vllm_calls import Call
 from molt.rollout.vllm_engine import VllmEngine
 from molt.rollout.vllm_settings import vllm_environment
 from molt.rollout.weights import named_weights, write_weights
@@ -48,6 +50,15 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.mark.asyncio(loop_scope="class")
 class TestVllmDense(EngineContract):
     model = "tiny_dense"
+
+    async def test_an_output_without_lineage_is_told_as_that(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        def lost(call: Call, given: object, token_ids: np.ndarray) -> np.ndarray:
+            return logprobs(call, None, token_ids)
+
+        logprobs = vllm_calls._logprobs
+        monkeypatch.setattr(vllm_calls, "_logprobs", lost)
+        with pytest.raises(LineageError, match="24 ids and 0 log-probs"):
+            await bench.generate(PROMPT, sampling())
 
     async def test_no_token_comes_from_weights_that_a_refit_left_half_loaded(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         running = asyncio.create_task(bench.generate(PROMPT, sampling(max_new_tokens=300)))
