@@ -24,7 +24,7 @@ KINDS = {
     "hf-flex": ("hf", "flex"),
     "automodel-flex": ("automodel", "flex"),
 }
-"""actor.implementation and fsdp.attn_implementation; flex last, since it compiles for minutes on a cold machine."""
+"""actor.implementation and fsdp.attn_implementation; flex last, since it compiles."""
 NUM_TIMED = 5
 LEAK_LIMIT = 1e-3
 """Nats that a row may move when another changes: kernels may cut tiles elsewhere, a leak moves it by a hundred times as much."""
