@@ -71,6 +71,9 @@ class Fleet:
         self._coming: dict[str, asyncio.Task[None]] = {}
         """Replacements under way, by the name of the engine that they replace."""
         self._one_refit = asyncio.Lock()
+        self._is_awake = asyncio.Event()
+        """Cleared while engines sleep: one that started then would take the memory that the trainer steps in."""
+        self._is_awake.set()
 
     async def start(self) -> list[EngineInfo]:
         """Start all; EngineError unless every one starts and all serve the same weights."""
@@ -129,8 +132,9 @@ class Fleet:
         """Start an engine in place of one that is gone; it serves once it has the newest weights."""
         number = old.num_replaced + 1
         spec = replace(old.spec, name=f"{old.spec.name.partition('+')[0]}+{number}")
-        berth = Berth(spec=spec, handle=self._launch(spec), is_stale=True, num_replaced=number)
         try:
+            await self._is_awake.wait()
+            berth = Berth(spec=spec, handle=self._launch(spec), is_stale=True, num_replaced=number)
             await berth.handle.start()
             async with self._one_refit:
                 self.berths[spec.name] = berth
@@ -159,8 +163,8 @@ class Fleet:
         return [name for name, berth in self.berths.items() if berth.death is None and berth.is_newcomer]
 
     async def alive(self) -> list[str]:
-        """Engines that a refit would reach now; waits for a newcomer when there is none."""
-        while self._coming and not self._handles():
+        """Engines that a refit would reach now; waits for a newcomer when there is none, unless it comes only after the wake."""
+        while self._coming and not self._handles() and self._is_awake.is_set():
             await asyncio.wait(set(self._coming.values()), return_when=asyncio.FIRST_COMPLETED)
         return list(self._handles())
 
@@ -282,14 +286,16 @@ class Fleet:
     async def sleep(self, level: int) -> None:
         """Free the GPU memory of all engines while a trainer steps there; calls are held. One that cannot is replaced.
 
-        An engine that is on its way is awaited: it would take its memory in the middle of the step.
+        No engine takes its memory in the middle of the step: one that is on its way is awaited, and others start after the wake.
         """
         if self._coming:
             await asyncio.wait(set(self._coming.values()))
+        self._is_awake.clear()
         await self._all_or_replaced(lambda handle: handle.sleep(level))
 
     async def wake(self, *, is_refit_next: bool) -> None:
         """Take the memory back. Calls go on at once, or after the refit that comes next (level 2 needs one)."""
+        self._is_awake.set()
         await self._all_or_replaced(lambda handle: handle.wake())
         if not is_refit_next:
             await self._all_or_replaced(lambda handle: handle.resume())

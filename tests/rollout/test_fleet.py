@@ -345,3 +345,19 @@ async def test_sleep_waits_for_engines_on_their_way_and_a_refit_may_follow_the_w
     await fleet.sleep(1)
     await fleet.wake(is_refit_next=False)
     assert harbour.engines["e0"].log[-3:] == ["sleep 1", "wake", "resume"]
+
+
+async def test_an_engine_that_dies_while_all_sleep_is_replaced_after_the_wake() -> None:
+    harbour = Harbour()
+    fleet = await started(2, harbour)
+    await fleet.sleep(1)
+    fleet.retire("e0", "it died")
+    fleet.retire("e1", "it died")
+    await asyncio.sleep(0.01)
+    assert not harbour.engines.keys() & {"e0+1", "e1+1"}  # their memory is where the trainer steps now
+    async with asyncio.timeout(1.0):
+        assert await fleet.alive() == []  # weights are published before the wake
+    await fleet.wake(is_refit_next=True)
+    await fleet.refit(source(1), pause_mode="keep")
+    assert {harbour.engines[name].version for name in ("e0+1", "e1+1")} == {1}
+    assert [berth.spec.name for berth in fleet.serving] == ["e0+1", "e1+1"]
