@@ -208,7 +208,8 @@ def drop(
     if json:
         emit_json(asdict(done))
     else:
-        print(f"{done.num_rows} rows of {done.table} emptied, {done.size_bytes} bytes of blobs")
+        held = f"; still held by {', '.join(done.kept_by)}" if done.kept_by else ""
+        print(f"{done.num_rows} rows of {done.table} emptied, {done.size_bytes} bytes of blobs{held}")
 
 
 def export(run: str, to: Path, *, pin: str | None = None, json: Switch = False) -> None:

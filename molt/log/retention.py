@@ -64,7 +64,7 @@ class Emptied:
     num_rows: int
     size_bytes: int
     kept_by: tuple[str, ...]
-    """Pins and readers whose versions still hold the content; it is gone when they are."""
+    """Pins and readers whose versions still hold the content; once they are gone, the same call takes it."""
 
 
 def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str, num_checkpoints: int = 1) -> Emptied:

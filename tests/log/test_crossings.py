@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 
 import molt.schema
+from molt.cli.log_verbs import drop
 from molt.errors import CorruptLogError, DataError, FencedError, LogError, LogFullError, SettingError
 from molt.log.core import existing_core
 from molt.log.export import export_log, import_log
@@ -408,3 +409,11 @@ def test_much_content_is_emptied_part_by_part(run_dir: Path, fast: Fast, monkeyp
     assert b"\x03" * 1000 not in bytes_of(run_dir, "payloads")
     report = verify_log(run_dir)
     assert (report.findings, report.num_emptied) == ([], 4)
+
+
+def test_dropping_says_which_pin_still_holds_the_content(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LogWriter.open(three, run="run", store="process") as writer:
+        Producer(writer, "q").append_sync(scores=[make_score(0, 3)])
+    create_pin(three, "before")
+    drop(str(three), "scores", before_lsn=100)
+    assert capsys.readouterr().out == "1 rows of scores emptied, 0 bytes of blobs; still held by pins/before.json\n"
