@@ -226,7 +226,9 @@ class Leader:
         return no_more and not self.inbox.open
 
     def serve(self, policy_version: int) -> None:
-        """Note that the engines serve a new version: more may be dispatched."""
+        """Note which version the engines serve: more may be dispatched where it is a new one."""
+        if policy_version != self.policy_version:
+            self.inbox.begin_version()
         self.policy_version = policy_version
         self._wake.set()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,10 @@ from molt.errors import SettingError
 from molt.learn import flex
 from molt.learn.context import Slice
 
-NAME = "molt_rows"
-"""Under this name transformers builds no mask and calls rows_attention with the row lengths that the forward was given."""
+NAME, FLEX = "molt_rows", "molt_rows_flex"
+"""Under these names transformers builds no mask and calls rows_attention with the row lengths that the forward was given."""
+UNKNOWN = ("softcap", "s_aux", "sink_weights", "attn_mask", "position_bias")
+"""What layers may ask of their attention that changes its scores, and that rows_attention does not do."""
 
 
 def register() -> None:
@@ -20,7 +22,7 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, rows_attention)
-    AttentionInterface.register(flex.NAME, flex.flex_attention)
+    AttentionInterface.register(FLEX, flex_rows_attention)
 
 
 def rows_attention(
@@ -35,15 +37,23 @@ def rows_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    is_flex: bool = False,
     **further: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D).
 
-    slice_of: these are one slice of the tokens; keys and values of the others are fetched.
+    slice_of: these are one slice of the tokens; keys and values of the others are fetched. is_flex: by flex kernels, of whole rows only.
     """
     if row_lengths is None or attention_mask is not None:
         raise SettingError(f"attention={NAME}, it needs packed rows and no mask; call the model through molt.learn.model")
-    flex.refuse_further(NAME, further)
+    if asked := [option for option in UNKNOWN if further.get(option) is not None]:
+        raise SettingError(
+            f"attention={NAME}, the layers of this model give it {asked[0]}, which it does not know; "
+            "set fsdp.attn_implementation=flash_attention_2 or te, or take another model"
+        )
+    if is_flex:
+        assert slice_of is None, "fsdp.cp_size > 1 takes sdpa"
+        return flex.attend(query, key, value, row_lengths, scaling, sliding_window), None
     key_lengths = row_lengths
     if slice_of is not None:
         key, value = slice_of.keys(key, value)
@@ -57,6 +67,9 @@ def rows_attention(
         for q, k, v in zip(query.split(row_lengths, dim=2), key.split(key_lengths, dim=2), value.split(key_lengths, dim=2), strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+flex_rows_attention = partial(rows_attention, is_flex=True)
 
 
 def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None) -> torch.Tensor:

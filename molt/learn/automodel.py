@@ -18,12 +18,15 @@ from torch import nn
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
-from molt.learn import attention, flex
+from molt.learn import attention
 from molt.learn.context import Slice
 
 ATTENTION = {"sdpa": "sdpa", "te": "te", "flex": "sdpa"}
 """fsdp.attn_implementation to AutoModel's backend; sdpa is replaced by a row-wise attention of ours."""
-ROWS = {"sdpa": (attention.NAME, attention.rows_attention), "flex": (flex.NAME, flex.flex_attention)}
+ROWS: dict[str, tuple[str, Callable[..., tuple[torch.Tensor, None]]]] = {
+    "sdpa": (attention.NAME, attention.rows_attention),
+    "flex": (attention.FLEX, attention.flex_rows_attention),
+}
 """fsdp.attn_implementation to that attention."""
 
 

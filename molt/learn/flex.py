@@ -6,7 +6,6 @@ transformers finds the blocks by a compiled program over all pairs of tokens, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -14,57 +13,31 @@ import numpy as np
 import torch
 
 from molt.errors import SettingError
-from molt.learn.context import Slice
 
-NAME = "molt_rows_flex"
-"""Under this name transformers builds no mask and calls flex_attention with the row lengths that the forward was given."""
 BLOCK = 128
 """Tokens along each side of a block of the mask."""
 
 
-def flex_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    row_lengths: tuple[int, ...] | None = None,
-    slice_of: Slice | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **further: object,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D)."""
-    if row_lengths is None or attention_mask is not None or slice_of is not None:
-        raise SettingError(f"attention={NAME}, it needs whole packed rows and no mask; call the model through molt.learn.model")
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """Causal attention inside each row. query, key, value (1, H, L, D); returns (1, L, H, D). SettingError where it cannot learn."""
     if query.requires_grad and not query.is_cuda:
         raise SettingError("fsdp.attn_implementation=flex, torch's flex kernels learn on a GPU only; set it to sdpa")
-    refuse_further(NAME, further)
-    mask = row_blocks(row_lengths, sliding_window, query.device)
+    mask = row_blocks(lengths, window, query.device)
     output = _kernels(is_compiled=query.is_cuda)(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return output.transpose(1, 2), None
-
-
-def refuse_further(name: str, further: Mapping[str, object]) -> None:
-    """SettingError for what a layer asks of its attention that would change its scores, and that a row attention does not do."""
-    for option in ("softcap", "s_aux", "sink_weights", "attn_mask", "position_bias"):
-        if further.get(option) is not None:
-            raise SettingError(
-                f"attention={name}, the layers of this model give it {option}, which it does not know; "
-                "set fsdp.attn_implementation=flash_attention_2 or te, or take another model"
-            )
+    assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
+    return output.transpose(1, 2)
 
 
 @cache
 def _kernels(*, is_compiled: bool) -> Any:
     """Imported on first use, which takes a while. Not compiled, it makes all scores at once: for small inputs on the CPU."""
-    from torch.nn.attention.flex_attention import flex_attention as attend
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(attend) if is_compiled else attend
+    return torch.compile(flex_attention) if is_compiled else flex_attention
 
 
 @lru_cache(maxsize=8)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import LineageError, SettingError
-from molt.learn import attention, automodel, flex, streamed
+from molt.learn import attention, automodel, streamed
 from molt.learn.context import Cut, cut
 from molt.learn.logprob import head_logprobs, logits_logprobs
 from molt.learn.mesh import RankMesh
@@ -142,7 +142,7 @@ class TokenScorer(nn.Module):
 
     def _attention_inputs(self, packed: Packed, part: Cut | None) -> dict[str, Any]:
         """What the attention needs to keep rows apart."""
-        if self.attention_name in (attention.NAME, flex.NAME):
+        if self.attention_name in (attention.NAME, attention.FLEX):
             return {"row_lengths": packed.row_lengths, **({} if part is None else {"slice_of": part.own})}
         if self.attention_name == "eager":
             return {"attention_mask": attention.block_causal_mask(packed.row_lengths, packed.input_ids.device, self.dtype)}
@@ -317,7 +317,7 @@ def freeze_router(lm: nn.Module) -> None:
 
 def attention_name(fsdp: FsdpSettings) -> str:
     """Name under which transformers finds the attention. Raises SettingError for one that this seam has not."""
-    names = {"sdpa": attention.NAME, "eager": "eager", "flash_attention_2": "flash_attention_2", "flex": flex.NAME}
+    names = {"sdpa": attention.NAME, "eager": "eager", "flash_attention_2": "flash_attention_2", "flex": attention.FLEX}
     if fsdp.attn_implementation not in names:
         raise SettingError(
             f"fsdp.attn_implementation={fsdp.attn_implementation}, the Hugging Face model has no such attention for packed rows; "

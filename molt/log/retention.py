@@ -67,21 +67,21 @@ class Emptied:
     """Pins and readers whose versions still hold the content; once they are gone, the same call takes it."""
 
 
-def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str, num_checkpoints: int = 1) -> Emptied:
-    """Empty the rows of a family before an lsn. Tokens only before the first that a run may train which resumes from one of its newest
-    num_checkpoints checkpoints, and no payload that a segment from there on names: an image is stored once, however often it is shown."""
+def drop_family(core: LogCore, family: Family, *, before_lsn: int, reason: str, needed_from: int | None = None) -> Emptied:
+    """Empty the rows of a family before an lsn. Tokens only before needed_from, first_needed when absent, and no payload that a segment
+    from there on names: an image is stored once, however often it is shown."""
+    if needed_from is None:
+        needed_from = first_needed(core)
     where = f"lsn < {before_lsn}"
     if family is Family.ROUTING:
         where += " and kind = 'routing'"
-    if _TABLE[family] == "payloads" and (needed := _needed(core, num_checkpoints)):
+    if _TABLE[family] == "payloads" and (needed := _needed(core, needed_from)):
         where += f" and payload_digest not in ({_quoted(sorted(needed))})"
-    if family is Family.TOKENS:
-        first = _first_needed(core, num_checkpoints)
-        if before_lsn > first:
-            raise SettingError(
-                f"before_lsn={before_lsn}: a resumed run may train the segment at lsn {first}, whose group was neither dropped nor trained "
-                f"before its last checkpoint; give at most {first}"
-            )
+    if family is Family.TOKENS and before_lsn > needed_from:
+        raise SettingError(
+            f"before_lsn={before_lsn}: a resumed run may train the segment at lsn {needed_from}, whose group was neither dropped nor "
+            f"trained before its last checkpoint; give at most {needed_from}"
+        )
     return _empty(core, _TABLE[family], where, family=str(family), reason=reason, rollout_id=None)
 
 
@@ -97,7 +97,8 @@ def apply_retention(core: LogCore, *, is_beginning: bool = False) -> list[Emptie
         Family.SCORES: kept.score_rows,
         Family.TOKENS: kept.token_rows,
     }
-    done = []
+    done: list[Emptied] = []
+    needed_from: int | None = None
     for family, most in limits.items():
         if most is None:
             continue
@@ -109,16 +110,18 @@ def apply_retention(core: LogCore, *, is_beginning: bool = False) -> list[Emptie
         if len(full) <= most + most // 4:
             continue
         before = full[len(full) - most]
+        if needed_from is None:
+            needed_from = first_needed(core, num_checkpoints=_NUM_CHECKPOINTS)
         if family is Family.TOKENS:
-            before = min(before, _first_needed(core, _NUM_CHECKPOINTS))
+            before = min(before, needed_from)
         if before <= full[0]:
             continue
         reason = f"the profile {core.store.name} keeps {most} rows"
-        done.append(drop_family(core, family, before_lsn=before, reason=reason, num_checkpoints=_NUM_CHECKPOINTS))
+        done.append(drop_family(core, family, before_lsn=before, reason=reason, needed_from=needed_from))
     return done
 
 
-def _first_needed(core: LogCore, num_checkpoints: int) -> int:
+def first_needed(core: LogCore, *, num_checkpoints: int = 1) -> int:
     """lsn of the first segment whose group was neither dropped nor trained before the oldest of the newest checkpoints, so many as
     given; past the last row where there is none. Without that many checkpoints a run may begin again, and needs all that it trained."""
     facts = core.tables["events"].dataset.to_table(columns=["kind", "body"], filter="kind in ('checkpoint_saved', 'group_decided')")
@@ -135,9 +138,9 @@ def _first_needed(core: LogCore, num_checkpoints: int) -> int:
     return min(segments["lsn"].filter(is_needed).to_pylist(), default=core.state.lsn_end + 1)
 
 
-def _needed(core: LogCore, num_checkpoints: int) -> set[str]:
-    """Payloads of segments that a resumed run may train."""
-    where = f"{_NAMES_ANY} and lsn >= {_first_needed(core, num_checkpoints)}"
+def _needed(core: LogCore, needed_from: int) -> set[str]:
+    """Payloads of segments from an lsn on."""
+    where = f"{_NAMES_ANY} and lsn >= {needed_from}"
     return _named_by(core.tables["segments"].dataset.to_table(columns=list(_NAMING), filter=where))
 
 

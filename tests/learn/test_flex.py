@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from molt.errors import SettingError
-from molt.learn.attention import rows_attention
-from molt.learn.flex import BLOCK, flex_attention, needed_blocks, row_blocks
+from molt.learn.attention import flex_rows_attention, rows_attention
+from molt.learn.flex import BLOCK, needed_blocks, row_blocks
 
 LENGTHS = ((5,), (128,), (1, 127, 128), (130, 3, 260, 128, 1), (700,))
 
@@ -43,7 +43,7 @@ def test_packed_rows_attend_as_each_row_alone(lengths: tuple[int, ...], window: 
     query, key, value = (torch.randn(1, heads, size, 16, generator=generator) for heads in (4, 2, 2))
     found = [
         attend(torch.nn.Identity(), query, key, value, None, row_lengths=lengths, sliding_window=window, scaling=0.3)[0]
-        for attend in (rows_attention, flex_attention)
+        for attend in (rows_attention, flex_rows_attention)
     ]
     assert found[1].shape == (1, size, 4, 16)
     assert torch.allclose(*found, atol=1e-5)
@@ -57,4 +57,4 @@ def test_mask_is_kept_for_the_layers_of_a_pass() -> None:
 def test_learning_on_the_cpu_is_refused_with_the_way_out() -> None:
     query = torch.zeros(1, 1, 3, 16, requires_grad=True)
     with pytest.raises(SettingError, match="flex, torch's flex kernels learn on a GPU only; set it to sdpa"):
-        flex_attention(torch.nn.Identity(), query, query, query, None, row_lengths=(3,))
+        flex_rows_attention(torch.nn.Identity(), query, query, query, None, row_lengths=(3,))

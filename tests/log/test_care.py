@@ -18,7 +18,7 @@ from molt.log.fsck import fsck
 from molt.log.pin import create_pin, delete_pin, list_pins, verify_pin
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
-from molt.log.retention import Family, drop_family, redact_rollout
+from molt.log.retention import Family, drop_family, first_needed, redact_rollout
 from molt.log.rows import Consumption, Event, Payload, Score, event
 from molt.log.seal import read_seal, seal_log
 from molt.log.store import RetentionSettings, Store
@@ -211,7 +211,7 @@ def test_tokens_that_a_resumed_run_may_train_are_kept(filled: Path) -> None:
         Producer(writer, "q").append_sync(events=[checkpoint(2), checkpoint(3)])
     with existing_core(filled) as core:
         with pytest.raises(SettingError, match="at lsn 9"):
-            drop_family(core, Family.TOKENS, before_lsn=13, reason="age", num_checkpoints=2)
+            drop_family(core, Family.TOKENS, before_lsn=13, reason="age", needed_from=first_needed(core, num_checkpoints=2))
         with pytest.raises(SettingError, match="at lsn 13"):
             drop_family(core, Family.TOKENS, before_lsn=14, reason="age")
         assert drop_family(core, Family.ROUTING, before_lsn=20, reason="age").num_rows == 3

@@ -78,6 +78,9 @@ class ScriptedActor(EngineActor):
     async def begun(self) -> list[str]:
         return self._engine.begun
 
+    async def held(self) -> dict[str, bool]:
+        return self._held
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
@@ -151,10 +154,13 @@ async def test_a_call_that_is_given_up_while_a_refit_holds_it_never_begins(sessi
     handle = launched(replace(SPEC, name="holding", request_timeout_s=60.0))
     await handle.start()
     await handle.pause("wait")
-    held = asyncio.create_task(handle.generate("given up", [1], sampling(0)))
-    await asyncio.sleep(0.2)
-    held.cancel()
-    await asyncio.sleep(0.2)
+    call = asyncio.create_task(handle.generate("given up", [1], sampling(0)))
+    async with asyncio.timeout(30):
+        while "given up" not in await handle._actor.held.remote():
+            await asyncio.sleep(0.01)
+        call.cancel()
+        while (await handle._actor.held.remote())["given up"]:
+            await asyncio.sleep(0.01)
     await handle.resume()
     assert (await handle.generate("wanted", [1], sampling(0))).finish_reason is FinishReason.STOP
     assert await handle._actor.begun.remote() == ["wanted"]
