@@ -25,6 +25,7 @@ VARIABLES: dict[str, str] = {
     "HF_HUB_OFFLINE": "1 keeps Hugging Face libraries from looking anything up",
     "TOKENIZERS_PARALLELISM": "threads of Hugging Face tokenizers: true or false",
     "CUBLAS_WORKSPACE_CONFIG": "workspace of cuBLAS; deterministic kernels need :4096:8",
+    "CUDNN_HOME": "folder of the cuDNN that Transformer Engine loads; torch's own when absent",
     "AWS_ACCESS_KEY_ID": "key of an object store",
     "AWS_SECRET_ACCESS_KEY": "secret of an object store",
     "AWS_ENDPOINT_URL": "address of an object store",

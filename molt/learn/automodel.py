@@ -9,13 +9,17 @@ tp > 1                    refused: its plans leave experts whole and scale their
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from molt import environ
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
 from molt.learn import attention
@@ -37,6 +41,7 @@ def is_installed() -> bool:
 
 def load_automodel(path: str, actor: ActorSettings, fsdp: FsdpSettings) -> tuple[Any, str]:
     """The language model in float32 master weights, and the name of its attention. Raises SettingError for what it cannot do."""
+    keep_one_cudnn()
     check(fsdp)
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.models.common.utils import BackendConfig
@@ -83,6 +88,24 @@ def check(fsdp: FsdpSettings) -> None:
             f"fsdp.attn_implementation=te, Transformer Engine cannot be used: {why}; install it with its torch extension, "
             "or set fsdp.attn_implementation=sdpa"
         )
+
+
+def keep_one_cudnn() -> None:
+    """Load all parts of torch's cuDNN before Transformer Engine asks for them by name; CUDNN_HOME stays where a user set it.
+
+    It would get the system's where torch has not loaded its own yet, and then parts of two versions call each other.
+    """
+    parts = cudnn_parts() if find_spec("transformer_engine") is not None else []
+    for part in parts:
+        ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+        environ.set_default("CUDNN_HOME", str(part.parent))
+
+
+def cudnn_parts(maps: Path = Path("/proc/self/maps")) -> list[Path]:
+    """The libraries of the cuDNN that this process has begun to load, the one that the others call first; none without one."""
+    mapped = re.search(r"(/\S*)/libcudnn\.so", maps.read_text()) if maps.exists() else None
+    found = Path(mapped[1]).glob("libcudnn*.so.*") if mapped else []
+    return sorted(found, key=lambda file: ("_graph" not in file.name, file.name))
 
 
 def _why_no_transformer_engine() -> str | None:

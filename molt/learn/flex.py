@@ -16,6 +16,8 @@ from molt.errors import SettingError
 
 BLOCK = 128
 """Tokens along each side of a block of the mask."""
+KERNEL: Any = {"BACKEND": "TRITON"}
+"""Under 128 tokens torch would take its kernel for decoding, which has no choice for grouped heads and cannot learn."""
 
 
 def attend(
@@ -26,7 +28,7 @@ def attend(
         raise SettingError("fsdp.attn_implementation=flex, torch's flex kernels learn on a GPU only; set it to sdpa")
     mask = row_blocks(lengths, window, query.device)
     output = _kernels(is_compiled=query.is_cuda)(
-        query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1], kernel_options=KERNEL
     )
     assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
     return output.transpose(1, 2)

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
+from molt.learn.automodel import cudnn_parts
 from molt.learn.model import load_model, uses_automodel
 from molt.learn.packing import pack
 from molt.learn.routes import Routes
@@ -163,3 +164,16 @@ def test_experts_over_two_ranks_equal_one_rank_of_the_hugging_face_class(tmp_pat
     for (loss, norm), (other_loss, other_norm) in zip(numbers_one, numbers_two, strict=True):
         assert abs(loss - other_loss) < 1e-6 and abs(norm - other_norm) < 1e-5 * norm  # no balancing loss hides in the gradient
     assert max(float((one[n] - two[n]).abs().max()) for n in one) < 1e-5  # float32 sums in another order, two steps at 1e-3
+
+
+def test_transformer_engine_gets_every_part_of_the_cudnn_that_torch_loaded(tmp_path: Path) -> None:
+    """Parts of two versions in one process: "libcudnn_heuristic.so.9: undefined symbol ..., version libcudnn_graph.so.9"."""
+    own, maps = tmp_path / "cudnn", tmp_path / "maps"
+    own.mkdir()
+    for name in ("libcudnn.so.9", "libcudnn_adv.so.9", "libcudnn_graph.so.9", "libcublas.so.13"):
+        (own / name).touch()
+    maps.write_text(f"7f01-7f02 r-xp 00 00:2b 11 /usr/lib/libcudart.so.13\n7f03-7f04 r-xp 00 00:2b 12 {own}/libcudnn.so.9\n")
+    assert [part.name for part in cudnn_parts(maps)] == ["libcudnn_graph.so.9", "libcudnn.so.9", "libcudnn_adv.so.9"]
+    assert cudnn_parts(tmp_path / "none") == []  # no such file on other systems
+    maps.write_text("7f01-7f02 r-xp 00 00:2b 11 /usr/lib/libc.so.6\n")
+    assert cudnn_parts(maps) == []

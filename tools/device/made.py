@@ -29,13 +29,6 @@ def made_segment(generator: np.random.Generator, number: int, *, vocab_size: int
     )  # fmt: skip
 
 
-def made_routes(generator: np.random.Generator, num_tokens: int, *, num_layers: int, num_experts: int, top_k: int) -> np.ndarray:
-    """(num_tokens, num_layers, top_k) int16: other experts for each token; those after the last token are unknown."""
-    order = generator.random((num_tokens, num_layers, num_experts)).argpartition(top_k, axis=2)[:, :, :top_k].astype(np.int16)
-    order[-1] = -1
-    return order
-
-
 def made_plan(segments: Sequence[Any], step: int, *, num_ranks: int, micro_batch_tokens: int) -> Any:
     """A step over all of them."""
     from molt.admission.plan import SegmentRow, plan_step
