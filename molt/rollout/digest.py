@@ -5,16 +5,18 @@
 A sum is sum_i w_i x_i mod 2^64 with a fixed table of random 64-bit w: multilinear hashing (Carter and Wegman 1979; on such words Lemire
 and Kaser 2014, "Strongly universal string hashing is fast"). Two pieces that differ have equal pairs of sums with probability 2^-66
 at most, unless someone who knows the table chose the difference: a digest tells damage and mistakes, it is no signature. Sums of
-integers do not depend on their order, so every device finds the same: a GPU by one kernel a tensor, which reads it once.
+integers do not depend on their order, so every device finds the same: a GPU by one launch for many tensors, which reads each once.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
 PIECE_WORDS = 1 << 16
@@ -26,14 +28,16 @@ BLOCK = 2048
 
 
 class Digester:
-    """Digests of tensors that pass one after another."""
+    """Digests of tensors that pass."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
 
-    def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Sum a tensor now, on its device and in the current stream; it may be overwritten afterwards."""
-        self._sums[name] = (_sums(tensor), tensor.nbytes)
+    def note(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Sum tensors now, those of a device together, in the current stream; they may be overwritten afterwards."""
+        noted = list(tensors)
+        sums = _sums([tensor for _, tensor in noted])
+        self._sums |= {name: (found, tensor.nbytes) for (name, tensor), found in zip(noted, sums, strict=True)}
 
     def take(self) -> dict[str, str]:
         """Digest of each tensor noted since the last call, 128 bits in hex. Waits for the devices."""
@@ -59,12 +63,21 @@ def _table(device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """(pieces, 2) int64."""
+def _sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """(pieces, 2) int64 of each."""
+    parts = [_bytes_of(tensor) for tensor in tensors]
+    found = [plain_sums(part) if not is_usable(part) else part.new_empty(0) for part in parts]
+    for device in {part.device for part in parts if is_usable(part)}:
+        here = [number for number, part in enumerate(parts) if part.device == device]
+        for number, sums in zip(here, sums_by_kernel([parts[number] for number in here]), strict=True):
+            found[number] = sums
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """(bytes,) uint8, contiguous, from a word on."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 4 or data.data_ptr() % 4:
-        data = data.clone()  # a slice of a buffer that does not begin at a word
-    return sums_by_kernel(data) if is_usable(data) else plain_sums(data)
+    return data.clone() if data.storage_offset() % 4 or data.data_ptr() % 4 else data  # a slice of a buffer may begin anywhere
 
 
 def plain_sums(data: torch.Tensor) -> torch.Tensor:
@@ -92,17 +105,22 @@ def is_usable(data: torch.Tensor) -> bool:
     return data.is_cuda and find_spec("triton") is not None
 
 
-def sums_by_kernel(data: torch.Tensor) -> torch.Tensor:
-    """The same by one program a piece."""
-    if data.numel() % 4:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    words = data.view(torch.int32)
-    num_pieces = -(-len(words) // PIECE_WORDS)
-    sums = torch.empty(num_pieces, 2, dtype=torch.int64, device=data.device)
-    if num_pieces:
-        with torch.cuda.device_of(data):
-            kernel()[(num_pieces,)](words, _table(data.device), sums, len(words), PIECE=PIECE_WORDS, BLOCK=BLOCK, num_warps=8)
-    return sums
+def sums_by_kernel(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same of tensors of one device, by one program a piece and one launch for all."""
+    words = [torch.nn.functional.pad(part, (0, -part.numel() % 4)).view(torch.int32) for part in parts]
+    device, counts = parts[0].device, [-(-len(part) // PIECE_WORDS) for part in words]
+    owner = np.repeat(np.arange(len(words)), counts)
+    if not len(owner):
+        return [torch.empty(0, 2, dtype=torch.int64, device=device) for _ in words]
+    first = np.cumsum([0, *counts[:-1]])
+    facts = np.stack([[part.data_ptr() for part in words], [len(part) for part in words], first])
+    sums = torch.empty(len(owner), 2, dtype=torch.int64, device=device)
+    with torch.cuda.device_of(sums):
+        kernel()[(len(owner),)](
+            torch.from_numpy(owner).to(device), torch.from_numpy(facts).to(device), len(words), _table(device), sums,
+            PIECE=PIECE_WORDS, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return list(sums.split(counts))
 
 
 @cache
@@ -112,17 +130,21 @@ def kernel() -> Any:
     import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def sum_piece(words, table, sums, size, PIECE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        piece = tl.program_id(0).to(tl.int64)
+    def sum_pieces(owner, facts, num_parts, table, sums, PIECE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        program = tl.program_id(0).to(tl.int64)
+        part = tl.load(owner + program)
+        words = tl.load(facts + part).to(tl.pointer_type(tl.int32))
+        size = tl.load(facts + num_parts + part)
+        begin = (program - tl.load(facts + 2 * num_parts + part)) * PIECE
         one = tl.zeros((BLOCK,), dtype=tl.int64)
         other = tl.zeros((BLOCK,), dtype=tl.int64)
         for start in range(0, PIECE, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            spot = piece * PIECE + place
+            spot = begin + place
             word = tl.load(words + spot, mask=spot < size, other=0).to(tl.int64)
             one += word * tl.load(table + place)
             other += word * tl.load(table + PIECE + place)
-        tl.store(sums + 2 * piece, tl.sum(one, axis=0))
-        tl.store(sums + 2 * piece + 1, tl.sum(other, axis=0))
+        tl.store(sums + 2 * program, tl.sum(one, axis=0))
+        tl.store(sums + 2 * program + 1, tl.sum(other, axis=0))
 
-    return sum_piece
+    return sum_pieces

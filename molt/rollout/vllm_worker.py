@@ -7,7 +7,7 @@ raise: an exception in a worker may end the whole engine, while an answer with `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -170,9 +170,13 @@ class _Tap:
         return self
 
     def _pass(self, weights: Iterable[Pair]) -> Iterator[Pair]:
-        for name, tensor in weights:
-            self._digester.note(name, tensor)
-            yield name, tensor
+        if isinstance(weights, Sequence):  # what came in one buffer
+            self._digester.note(weights)
+            yield from weights
+            return
+        for pair in weights:
+            self._digester.note([pair])
+            yield pair
 
     def __exit__(self, *_: object) -> None:
         del self._model.load_weights

@@ -26,6 +26,8 @@ from molt.rollout.engine import WeightSource
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 1024 * 1024
+_TOGETHER_BYTES = 256 * 1024 * 1024
+"""Tensors whose digests are taken by one launch."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -36,8 +38,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Digest of each tensor by name."""
     digester = Digester()
-    for name, tensor in tensors.items():
-        digester.note(name, tensor)
+    digester.note(tensors.items())
     return digester.take()
 
 
@@ -56,12 +57,17 @@ class TensorFacts:
 
 
 def facts_of(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, TensorFacts]:
-    """Facts of tensors that come one after another; none is held."""
+    """Facts of tensors that come one after another; those of a few are held at a time."""
     digester = Digester()
     facts: dict[Key, tuple[tuple[int, ...], str, int]] = {}
+    held: list[tuple[str, torch.Tensor]] = []
     for number, (name, tensor) in enumerate(tensors):
-        digester.note(str(number), tensor)
+        held.append((str(number), tensor))
         facts[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+        if sum(part.nbytes for _, part in held) >= _TOGETHER_BYTES:
+            digester.note(held)
+            held = []
+    digester.note(held)
     return {
         name: TensorFacts(shape=shape, dtype=dtype, size_bytes=size, digest=digest)
         for (name, (shape, dtype, size)), digest in zip(facts.items(), digester.take().values(), strict=True)

@@ -80,9 +80,17 @@ def test_a_part_of_a_buffer_that_begins_between_words_is_read() -> None:
 
 def test_what_was_noted_may_be_overwritten() -> None:
     digester, tensor = Digester(), torch.ones(5)
-    digester.note("a", tensor)
+    digester.note([("a", tensor)])
     tensor.zero_()
     assert digester.take() == {"a": tensor_digest(torch.ones(5))} and digester.take() == {}
+
+
+def test_tensors_noted_together_have_the_digests_of_each_alone() -> None:
+    tensors = {"a": torch.arange(7), "none": torch.zeros(0), "b": torch.ones(PIECE_WORDS + 1), "c": torch.arange(9, dtype=torch.uint8)[1:]}
+    digester = Digester()
+    digester.note(tensors.items())
+    digester.note([])
+    assert digester.take() == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
 
 
 def test_kernel_passes_its_cases_under_the_interpreter() -> None:
