@@ -35,6 +35,9 @@ def segment_routing(draft: SegmentDraft) -> np.ndarray | None:
 
 
 def routing_payload(draft: SegmentDraft) -> Payload | None:
-    """The payload that the segment names; None for a dense model."""
+    """The payload that the segment names, a byte an expert where all fit into one; None for a dense model."""
     routing = segment_routing(draft)
-    return None if routing is None else Payload.of_array("routing", routing)
+    if routing is None:
+        return None
+    is_narrow = int(routing.max(initial=-1)) <= np.iinfo(np.int8).max
+    return Payload.of_array("routing", routing.astype(np.int8) if is_narrow else routing)

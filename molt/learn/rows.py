@@ -34,7 +34,7 @@ class Row:
     top_k: int = 0
     logprobs_mode: str = "processed"
     routes: np.ndarray | None = None
-    """(n_tokens, M, K) int16: routed experts by absolute position, -1 where unknown; None when none were captured."""
+    """(n_tokens, M, K) int8 or int16: routed experts by absolute position, -1 where unknown; None when none were captured."""
     images: RowImages | None = None
 
     def sampled(self, column: np.ndarray) -> np.ndarray:

@@ -92,10 +92,15 @@ def test_a_dense_model_has_no_payload() -> None:
     assert segment_routing(draft) is None and routing_payload(draft) is None
 
 
-def test_expert_ids_beyond_255_pass_into_the_payload() -> None:
-    payload = routing_payload(draft_of(([1, 2], [3], rows(254, 511))))
-    assert payload is not None and payload.kind == "routing"
-    assert np.frombuffer(payload.data, np.int16).reshape(payload.shape)[:, 0].tolist() == [[254, 255], [511, 512]]
+@pytest.mark.parametrize(
+    ("experts", "num_bytes"), [((254, 511), 2), ((-1, 127), 2), ((-1, 126), 1), ((0, 1), 1)], ids=["many", "128", "127", "few"]
+)
+def test_a_payload_takes_a_byte_an_expert_where_all_fit(experts: tuple[int, int], num_bytes: int) -> None:
+    draft = draft_of(([1, 2], [3], rows(*experts)))
+    routes, payload = segment_routing(draft), routing_payload(draft)
+    assert routes is not None and payload is not None and payload.kind == "routing"
+    assert payload.size_bytes == num_bytes * routes.size
+    assert payload.to_array().tolist() == routes.tolist()
 
 
 @pytest.mark.parametrize("bad", [rows(1, 2)[:1], np.zeros((9, 1, 2), np.int16), np.zeros((3, 2), np.int16)])
