@@ -31,7 +31,7 @@ from tools.device.world import World, make_world
 VOCAB_SIZE = 151_936
 WARM_STEPS = 3
 """Steps at the start that do not count."""
-WAVES = 3
+WAVES = 6
 """Times that the engine is filled."""
 TURNS = 2
 """Times that both sides of the rollouts are measured, one after the other."""
