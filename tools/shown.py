@@ -108,8 +108,8 @@ def layouts() -> list[str]:
         "",
         *_text(
             f"`layouts.json`: a mixture of {parts['world']['parameters'] / 1e9:.2f} x 10^9 parameters, routes replayed; steps",
-            "recorded with ep2, then trained again from the log. Differences are the largest of four steps, as shares of one rank's. A model this small",
-            "fills no two cards.",
+            "recorded with ep2, then trained again from the log. Differences are the largest of four steps, as shares of one rank's. A",
+            "model this small fills no two cards.",
         ),
         "",
         *_table(["layout", "gradient norm", "entropy", "tokens/s a card", "GiB, fullest card"], rows),
@@ -220,8 +220,8 @@ def faults() -> list[str]:
         "",
         *_text(
             f"`kills.json`: an engine killed in the middle of {parts['engine']['num_rollouts_tried_again']} answers, which were tried",
-            f"again; a trainer rank killed in a step: the run ended in {parts['trainer']['ended_after_s']:.0f} s by name, and `--resume` went on",
-            f"from step {parts['resume']['resumed_from_step']}. Generated tokens {audit['generated']:,}, accounted {audit['accounted']:,};",
+            f"again; a trainer rank killed in a step: the run ended in {parts['trainer']['ended_after_s']:.0f} s by name, and",
+            f"`--resume` went on from step {parts['resume']['resumed_from_step']}. Generated tokens {audit['generated']:,}, accounted {audit['accounted']:,};",
             f"{lost} of {seen:,} rows seen before were lost or changed.",
         ),
     ]
