@@ -221,8 +221,8 @@ def faults() -> list[str]:
         *_text(
             f"`kills.json`: an engine killed in the middle of {parts['engine']['num_rollouts_tried_again']} answers, which were tried",
             f"again; a trainer rank killed in a step: the run ended in {parts['trainer']['ended_after_s']:.0f} s by name, and",
-            f"`--resume` went on from step {parts['resume']['resumed_from_step']}. Generated tokens {audit['generated']:,}, accounted {audit['accounted']:,};",
-            f"{lost} of {seen:,} rows seen before were lost or changed.",
+            f"`--resume` went on from step {parts['resume']['resumed_from_step']}. Generated tokens {audit['generated']:,},",
+            f"accounted {audit['accounted']:,}; {lost} of {seen:,} rows seen before were lost or changed.",
         ),
     ]
 
