@@ -24,6 +24,7 @@ from molt.agents.env import AgentRunner, Tool
 from molt.agents.sentinels import ARGUMENTS, CONTENT, REASONING, Sentinels
 from molt.agents.template import ChatTemplate, ReasoningForm, common_length
 from molt.agents.tokenizer import Tokenizer
+from molt.agents.toolcalls import reasoning_end
 from molt.config import DataSettings
 from molt.data.images import Image
 from molt.data.messages import Message, images_of, texts_of
@@ -150,11 +151,10 @@ class ChatRenderer:
         if self.template.reasoning_form is ReasoningForm.NONE:
             return 0
         marker = self.template.reasoning_end
-        close = text.rfind(marker)
-        is_blank = close < 0 or not any(word.isalnum() for word in re.sub(r"<[^<>]*>", "", text[:close]))
+        end = reasoning_end(text, marker)
+        is_blank = end < 0 or not any(word.isalnum() for word in re.sub(r"<[^<>]*>", "", text[: end - len(marker)]))
         if is_blank:
             return 0
-        end = close + len(marker)
         low, high = 0, num_said
         while low < high:
             middle = (low + high) // 2
@@ -256,17 +256,21 @@ class ChatRenderer:
             opening = self.text(shown[:place], add_generation_prompt=True)
             first = alone.index(words[0])
             lead = alone[common_length(opening, alone) : first]
-            start -= self._lead_length(text[:start], lead, place)
+            start -= self._lead_length(text[:start], lead, place, sentinels.word(REASONING, place))
         return start, end + len(closing)
 
-    def _lead_length(self, before: str, lead: str, place: int) -> int:
-        """Characters of the call that stand before its arguments; an opening that the template writes in the last turn only is no part."""
+    def _lead_length(self, before: str, lead: str, place: int, thought: str) -> int:
+        """Characters of the call that stand before its arguments. What the template writes in the last turn only is no part: an opening,
+        and reasoning (the word of which is thought) that it leaves out of earlier turns."""
         if before.endswith(lead):
             return len(lead)
         for opening in self.template.openings:
             rest = lead.lstrip().removeprefix(opening).lstrip()
             if lead.lstrip().startswith(opening) and before.endswith(rest):
                 return len(rest)
+        rest = lead.rpartition(thought)[2].lstrip().removeprefix(self.template.reasoning_end).lstrip()
+        if thought in lead and thought not in before and before.endswith(rest):
+            return len(rest)
         raise AgentError(f"the chat template rewrites the start of the call at messages[{place}]; give results as user messages")
 
     def _sources(self, messages: Sequence[Message], turn_ends: Mapping[int, int], text: str) -> list[tuple[int, int, TokenSource]]:

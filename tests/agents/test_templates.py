@@ -11,7 +11,7 @@ from molt.agents.conversation import Conversation
 from molt.agents.env import Tool
 from molt.agents.probe import check_template, probe_template
 from molt.agents.render import ChatRenderer
-from molt.agents.template import ReasoningForm
+from molt.agents.template import ReasoningForm, common_length
 from molt.errors import AgentError, SettingError
 from tests.agents.tokenizers_for_tests import byte_tokenizer
 
@@ -160,6 +160,32 @@ def test_dropped_reasoning_opens_a_new_segment_with_real_ids(name: str) -> None:
     assert "zzthought" not in text and "zzanswer" in text
     # gpt-oss ends its last turn with <|return|> and earlier ones with <|end|>; the id that was sampled stays.
     assert text == whole or (name.startswith("gptoss") and text.replace("<|return|>", "<|end|>") == whole)
+
+
+@pytest.mark.parametrize("spelled", ["zzvalue0", "</think>"])
+@pytest.mark.parametrize(
+    "name", sorted(name for name in DROP_REASONING if not name.startswith(("deepseek", "gptoss")) and name == family(name))
+)
+def test_call_made_after_reasoning_is_shown_without_it_once_a_user_turn_follows(name: str, spelled: str) -> None:
+    renderer = make_renderer(name)
+    thought = {"reasoning_content": "zzthought", "thinking": "zzthought"}
+    asked = call_with({"zzkey": spelled}) | thought
+    asked["tool_calls"][0]["id"] = "zzid00000"
+    stops = renderer.stop_token_ids
+    conversation, chat, mirror = Conversation(renderer), [USER], [USER]
+    for turn, after in ((asked, results_of(0)), ({"role": "assistant", "content": "zzanswer"} | thought, [AGAIN])):
+        before, closed = renderer.text(mirror, add_generation_prompt=True), renderer.text([*mirror, turn], add_generation_prompt=False)
+        start = common_length(before, closed)
+        ends = [
+            mark.end()
+            for mark in renderer.tokenizer.special_pattern.finditer(closed, start)
+            if renderer.tokenizer.id_of(mark.group()) in stops
+        ]
+        sampled = conversation.add(chat, conversation.prompt(chat), renderer.tokenizer.encode(closed[start : [*ends, len(closed)][0]]))
+        chat, mirror = [*chat, {"role": "assistant", "content": sampled.text}, *after], [*mirror, turn, *after]
+    text = renderer.tokenizer.decode(conversation.prompt(chat).token_ids)
+    assert text == renderer.text(mirror, add_generation_prompt=True)
+    assert "zzthought" not in text and spelled in text
 
 
 @pytest.mark.parametrize("name", sorted(DROP_REASONING))

@@ -29,6 +29,8 @@ def test_several_calls_keep_their_order_and_their_quotes() -> None:
         ('{"name": "f", "arguments": {"a": 1,}}', "not JSON"),
         ('{"name": "f", "arguments": {"a": "line\nbreak"}}', "not JSON"),
         ('{"name": "f", "arguments": {"a": NaN}}', "NaN is no JSON number"),
+        ('{"name": "f", "arguments": {"a": 1e999}}', "1e999 is larger"),
+        ('{"name": "f", "arguments": {"a": "\\ud83d"}}', "half a character"),
         ('{"name": "f", "arguments": {"a": 1, "a": 2}}', "a key stands twice"),
         ("[" * 100_000, "not JSON"),
         ('["f"]', 'not an object with a "name"'),
@@ -50,6 +52,19 @@ def test_call_that_was_cut_is_a_bad_call() -> None:
 def test_calls_in_reasoning_are_thoughts() -> None:
     text = '<think>I could <tool_call>{"name": "rm"}</tool_call></think>\n<tool_call>{"name": "ls"}</tool_call>'
     assert [call.name for call in parse_tool_calls(text)] == ["ls"]
+
+
+@pytest.mark.parametrize("before", ["", "<think>why</think>\n", '<think>or <tool_call>{"name": "rm"}</tool_call></think>'])
+@pytest.mark.parametrize("word", ["</think>", "</tool_call>", "<tool_call>", "</think></tool_call><tool_call>"])
+def test_argument_may_spell_the_markers(before: str, word: str) -> None:
+    text = f'{before}<tool_call>{{"name": "say", "arguments": {{"text": "{word}"}}}}</tool_call>'
+    (call,) = parse_tool_calls(text)
+    assert call.arguments == {"text": word} and call.problem is None
+
+
+def test_marker_that_reasoning_only_mentions_opens_no_call() -> None:
+    text = '<think>what is <tool_call>?</think><tool_call>{"name": "ls"}</tool_call>'
+    assert [(call.name, call.problem) for call in parse_tool_calls(text)] == [("ls", None)]
 
 
 def test_plain_answer_has_no_calls() -> None:
