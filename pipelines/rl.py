@@ -72,7 +72,9 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
     send what was in flight once more. Nothing is generated twice. Plans made for other data shards are cut anew. Returns the next step
     and the count of versions."""
     config = house.config
-    checkpoint = await house.ranks.newest_checkpoint()
+    checkpoint, passed_over = await house.ranks.newest_checkpoint()
+    for words in passed_over:
+        progress.note(words)
     position = None if checkpoint is None else await house.ranks.load(checkpoint)
     if position is not None and checkpoint is not None:
         house.reader.must_reach(position.lsn_end, f"checkpoint {checkpoint.name}")

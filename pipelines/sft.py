@@ -134,7 +134,9 @@ async def open_school(
 
 async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> int:
     """Load the newest checkpoint, and append the conversations that the log does not hold yet. Returns the next step."""
-    checkpoint = await school.ranks.newest_checkpoint() if is_resumed else None
+    checkpoint, passed_over = await school.ranks.newest_checkpoint() if is_resumed else (None, [])
+    for words in passed_over:
+        progress.note(words)
     initial_digest = await school.ranks.weights_digest()
     position = None if checkpoint is None else await school.ranks.load(checkpoint)
     if position is not None and checkpoint is not None:

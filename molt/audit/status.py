@@ -21,7 +21,7 @@ select
     (select count(*) from group_dispatched where purpose = 'train') as groups_dispatched,
     (select count(*) from rollouts where purpose = 'train') as rollouts_finished,
     (select count(*) from rollout_failed where is_final) as rollouts_failed,
-    (select max(step) from checkpoint_saved) as checkpoint_step,
+    (select arg_max(step, lsn) from checkpoint_saved) as checkpoint_step,
     (select arg_max(what || ' (' || who || ')', lsn) from wait_ended_badly) as last_bad_wait,
     (select max(happened_at) from events) as last_event_at,
     (select arg_max(num_steps, lsn) from attempt_started) as num_steps

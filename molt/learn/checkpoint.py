@@ -1,7 +1,7 @@
 """Checkpoints that name the log position that made them: model, optimizer, schedule and random states.
 
     write  into .partial-step-N  ->  fsync  ->  rename to step-N  ->  complete.json (last, by rename)
-    find   the newest folder whose complete.json lists files that are all there under their digests; others are passed over with a note
+    find   the newest folder whose complete.json lists files that are all there under their digests; others are passed over in words
 
 The state itself is torch's distributed checkpoint, so another number of ranks, spread in another way, can load it.
 """
@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -38,7 +37,6 @@ BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 """Moments and their settings by parameter: another layout has other groups of parameters."""
 MARKER = "complete.json"
 POSITION = "position.json"
-note = structlog.get_logger("molt.learn.checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +89,11 @@ def load(folder: Path, policies: dict[str, Policy]) -> Position:
 
 def _load_state(folder: Path, policies: dict[str, Policy], position: Position) -> None:
     """Tensors of a complete checkpoint, and the random states that it has of this rank; a rank that is new keeps its seeded ones."""
+    if absent := sorted(policies.keys() - position.num_updates.keys()):
+        raise DataError(
+            f"checkpoint {folder} holds no {absent[0]}: another estimator wrote it; set algo.advantage.estimator as it was then, "
+            "or start from the exported model"
+        )
     state = _state(policies, position.num_updates)
     known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     rng = {key: value for key, value in state.pop("rng").items() if f"rng.{key}" in known}
@@ -99,6 +102,11 @@ def _load_state(folder: Path, policies: dict[str, Policy], position: Position) -
             raise DataError(
                 f"checkpoint {folder} holds no {absent[0]} of {name} ({len(absent)} weights are absent): another class of model wrote it; "
                 "set actor.implementation as it was then, or start from the exported model"
+            )
+        if absent := [moment for moment in state[name].get("optimizer", {}) if f"{name}.optimizer.{moment}" not in known]:
+            raise DataError(
+                f"checkpoint {folder} holds no {absent[0]} of {name}, which did not learn then; set actor.freeze_moe_router and "
+                "actor.freeze_vision as they were, or start from the exported model"
             )
     dcp.load(state | ({"rng": rng} if rng else {}), checkpoint_id=folder)
     for name, policy in policies.items():
@@ -119,14 +127,15 @@ def _optimizers_on_device(policies: dict[str, Policy]) -> Iterator[None]:
         yield
 
 
-def newest(root: Path) -> Path | None:
-    """The newest checkpoint under root that is whole, a collective; None when there is none. Others are named in the log of the process."""
+def newest(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint under root that is whole, None when there is none, and in words those passed over; a collective."""
+    passed_over: list[str] = []
     for folder in sorted(root.glob("step-*"), reverse=True) if root.is_dir() else ():
         reason = damage(folder)
         if reason is None:
-            return folder
-        note.warning("checkpoint passed over", checkpoint=str(folder), reason=reason)
-    return None
+            return folder, passed_over
+        passed_over.append(f"checkpoint {folder.name} is passed over: {reason}")
+    return None, passed_over
 
 
 def incomplete(folder: Path) -> str | None:
@@ -178,11 +187,15 @@ def read_position(folder: Path) -> Position:
     return Position(**json.loads((folder / POSITION).read_text()))
 
 
-def keep_newest(root: Path, keep: int) -> None:
-    """Remove complete checkpoints but the newest ones, and what crashes left."""
-    folders = [folder for folder in sorted(root.glob("step-*"), reverse=True) if incomplete(folder) is None]
-    for folder in [*folders[keep:], *root.glob(".partial-*")]:
-        shutil.rmtree(folder, ignore_errors=True)
+def keep_newest(root: Path, keep: int, saved: Path) -> None:
+    """Remove all but the newest complete checkpoints up to the one just saved, and what crashes left.
+
+    Later ones were passed over when the run was taken up, or it would not stand here: they count for nothing.
+    """
+    folders = sorted((folder for folder in root.glob("step-*") if folder.name <= saved.name and incomplete(folder) is None), reverse=True)
+    for folder in [*root.glob("step-*"), *root.glob(".partial-*")]:
+        if folder not in folders[:keep]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _state(policies: dict[str, Policy], num_updates: dict[str, int] | None = None) -> dict[str, Any]:

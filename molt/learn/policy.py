@@ -119,7 +119,8 @@ class Policy:
         torch._foreach_mul_([_local(p.grad) for p in self.parameters if p.grad is not None], scale)
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            # A loaded optimizer brings the settings of the attempt that saved it; those of this one hold.
+            group.update(lr=rate, betas=self.actor.adam_betas, weight_decay=self.actor.weight_decay)
         with self.optimizer_on_device():
             self.optimizer.step()
         self.forget_gradient()

@@ -19,6 +19,7 @@ from molt.algo.estimators import estimator_file, estimator_names, load_estimator
 from molt.config import Config
 from molt.errors import RefitError
 from molt.learn import checkpoint, weights
+from molt.learn.apart import refuse_leaks
 from molt.learn.beside import Beside, Critic, FrozenModel, frozen_path, needs_critic, needs_frozen, vocab_size
 from molt.learn.checkpoint import Position
 from molt.learn.exchange import places_of
@@ -133,6 +134,9 @@ class RankProcess(Member):
         scorer = load_model(spec.model_path, config.actor, config.fsdp, is_deferred=True)
         vocabulary = vocab_size(scorer)
         self.policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=spec.num_steps)
+        if config.fsdp.packing_check:
+            of_model = {"path": spec.model_path, "attention": config.fsdp.attn_implementation}
+            refuse_leaks(lambda packed: self.policy.score(packed)[0], scorer.lm.config, **of_model)
         is_policy = spec.objective == "policy"
         critic = Critic(config, mesh, actor_path=spec.model_path, num_steps=spec.num_steps) if is_policy and needs_critic(config) else None
         frozen = None
@@ -214,11 +218,11 @@ class RankProcess(Member):
         )
         folder = checkpoint.save(Path(root), self.policies, position)
         if self.spec.rank == 0:
-            checkpoint.keep_newest(Path(root), keep)
+            checkpoint.keep_newest(Path(root), keep, folder)
         return str(folder), digest
 
-    def newest(self, root: str) -> Path | None:
-        """The newest whole checkpoint; a collective."""
+    def newest(self, root: str) -> tuple[Path | None, list[str]]:
+        """The newest whole checkpoint, and in words those passed over; a collective."""
         return checkpoint.newest(Path(root))
 
     def load(self, folder: str) -> Position:

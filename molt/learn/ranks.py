@@ -194,8 +194,8 @@ class RankGroup:
         folder, digest = (await self._ask("save", str(root), step, policy_version, cursor, lsn_end, self.config.ckpt.keep))[0]
         return Path(folder), digest
 
-    async def newest_checkpoint(self) -> Path | None:
-        """The newest checkpoint of the run that is whole."""
+    async def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint of the run that is whole, and in words those passed over."""
         return (await self._ask("newest", str(self.run_dir / CHECKPOINTS)))[0]
 
     async def load(self, folder: str | Path) -> Position:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -124,9 +125,10 @@ def apply_retention(core: LogCore, *, is_beginning: bool = False) -> list[Emptie
 def first_needed(core: LogCore, *, num_checkpoints: int = 1) -> int:
     """lsn of the first segment whose group was neither dropped nor trained before the oldest of the newest checkpoints, so many as
     given; past the last row where there is none. Without that many checkpoints a run may begin again, and needs all that it trained."""
-    facts = core.tables["events"].dataset.to_table(columns=["kind", "body"], filter="kind in ('checkpoint_saved', 'group_decided')")
+    kinds = "('attempt_started', 'checkpoint_saved', 'group_decided')"
+    facts = core.tables["events"].dataset.to_table(columns=["lsn", "kind", "body"], filter=f"kind in {kinds}").sort_by("lsn")
     bodies = [(kind, orjson.loads(body)) for kind, body in zip(facts["kind"].to_pylist(), facts["body"].to_pylist(), strict=True)]
-    saved = sorted({body["step"] for kind, body in bodies if kind == "checkpoint_saved"})
+    saved = _standing_checkpoints(bodies)
     step = saved[-num_checkpoints] if len(saved) >= num_checkpoints else 0
     used = core.tables["consumption"].dataset.to_table(columns=["group_id", "step"])
     is_before = pc.less(used["step"], step)
@@ -136,6 +138,18 @@ def first_needed(core: LogCore, *, num_checkpoints: int = 1) -> int:
     segments = core.tables["segments"].dataset.to_table(columns=["lsn", "group_id"], filter="purpose <> 'eval'")
     is_needed = pc.invert(pc.is_in(segments["group_id"], pa.array(list(done), pa.string())))
     return min(segments["lsn"].filter(is_needed).to_pylist(), default=core.state.lsn_end + 1)
+
+
+def _standing_checkpoints(facts: Iterable[tuple[str, dict[str, Any]]]) -> list[int]:
+    """Steps of the checkpoints that a resumed run may find, in order. facts: kind and body, by lsn. A run that went on from an earlier
+    step had passed over the later ones."""
+    saved: list[int] = []
+    for kind, body in facts:
+        if kind == "attempt_started" and body["resumed_from_step"] is not None:
+            saved = [step for step in saved if step <= body["resumed_from_step"]]
+        elif kind == "checkpoint_saved":
+            saved = [step for step in saved if step < body["step"]] + [body["step"]]
+    return saved
 
 
 def _needed(core: LogCore, needed_from: int) -> set[str]:

@@ -51,14 +51,16 @@ def test_incomplete_checkpoint_is_passed_over_whatever_part_is_missing(model: Pa
     rank = make_rank(make_config(model), make_rows(2))
     old = save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=10, num_updates={"actor": 0}))
     new = save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=20, num_updates={"actor": 0}))
-    assert newest(tmp_path) == new
+    assert newest(tmp_path) == (new, [])
     for name in [*json.loads((new / "complete.json").read_text())["files"], "complete.json"]:
         broken = tmp_path / "copy" / new.name
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(new, broken)
         shutil.copytree(old, broken.parent / old.name)
         (broken / name).unlink()
-        assert newest(tmp_path / "copy") == broken.parent / old.name, name
+        found, passed_over = newest(tmp_path / "copy")
+        assert found == broken.parent / old.name, name
+        assert passed_over == [f"checkpoint step-00000020 is passed over: {name} is missing"]
         with pytest.raises(DataError, match=r"not complete.*missing"):
             load(broken, {"actor": rank.policy})
 
@@ -83,9 +85,9 @@ def test_one_flipped_bit_anywhere_has_the_checkpoint_before_taken(model: Path, t
             bits = bytearray(whole)
             bits[len(whole) * part // 8] ^= 4
             file.write_bytes(bytes(bits))
-            assert newest(tmp_path) == old, (file.name, part)
+            assert newest(tmp_path)[0] == old, (file.name, part)
         file.write_bytes(whole)
-        assert newest(tmp_path) == new
+        assert newest(tmp_path) == (new, [])
 
 
 def test_crash_while_saving_leaves_the_previous_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +101,34 @@ def test_crash_while_saving_leaves_the_previous_one(model: Path, tmp_path: Path,
         patch.setattr(checkpoint.os, "replace", crash)
         with pytest.raises(OSError, match="no space"):
             save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=2, num_updates={"actor": 0}))
-    assert newest(tmp_path) == old
-    keep_newest(tmp_path, 2)
+    assert newest(tmp_path) == (old, [])
+    keep_newest(tmp_path, 2, old)
     assert [f.name for f in tmp_path.iterdir()] == [old.name]
 
 
 def test_only_the_newest_are_kept(model: Path, tmp_path: Path) -> None:
     rank = make_rank(make_config(model), make_rows(2))
     for step in (1, 2, 3):
-        save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=step, num_updates={"actor": 0}))
-    keep_newest(tmp_path, 2)
+        saved = save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=step, num_updates={"actor": 0}))
+    keep_newest(tmp_path, 2, saved)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("how", ["a bit", "the marker"])
+def test_checkpoint_that_was_passed_over_does_not_take_the_place_of_the_one_saved_next(model: Path, tmp_path: Path, how: str) -> None:
+    rank = make_rank(make_config(model), make_rows(2))
+    ten, twenty = (save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=step, num_updates={"actor": 0})) for step in (10, 20))
+    if how == "a bit":
+        file = next(twenty.glob("*.distcp"))
+        bits = bytearray(file.read_bytes())
+        bits[len(bits) // 2] ^= 4
+        file.write_bytes(bytes(bits))
+    else:
+        (twenty / "complete.json").unlink()
+    assert newest(tmp_path)[0] == ten
+    twelve = save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=12, num_updates={"actor": 0}))
+    keep_newest(tmp_path, 1, twelve)
+    assert newest(tmp_path) == (twelve, []) and [f.name for f in tmp_path.iterdir()] == [twelve.name]
 
 
 def test_checkpoint_of_another_class_of_model_is_refused_by_name(model: Path, tmp_path: Path) -> None:
@@ -119,3 +138,27 @@ def test_checkpoint_of_another_class_of_model_is_refused_by_name(model: Path, tm
     with pytest.raises(DataError, match=r"holds no lm\.model\.layers\.0\.mlp\.experts\..*another class of model wrote it"):
         load(folder, {"actor": moe.policy})
     assert all(torch.equal(before[name], tensor) for name, tensor in moe.policy.full_tensors().items())
+
+
+def test_checkpoint_of_a_run_that_learned_less_is_refused_with_the_setting(model: Path, tmp_path: Path) -> None:
+    rows, moe = make_rows(2), make_moe(tmp_path / "moe")
+    frozen, free = make_rank(make_config(moe, actor={"freeze_moe_router": True}), rows), make_rank(make_config(moe), rows)
+    frozen.train(make_plan(rows))
+    folder = save(tmp_path / "checkpoints", {"actor": frozen.policy}, replace(POSITION, num_updates={"actor": 1}))
+    with pytest.raises(DataError, match=r"mlp\.gate\.weight.* of actor, which did not learn then; set actor\.freeze_moe_router"):
+        load(folder, {"actor": free.policy})
+    with pytest.raises(DataError, match=r"holds no critic: another estimator wrote it; set algo\.advantage\.estimator"):
+        load(folder, {"actor": frozen.policy, "critic": frozen.policy})
+
+
+def test_settings_of_the_optimizer_are_those_of_the_attempt_that_loads(model: Path, tmp_path: Path) -> None:
+    rows = make_rows(2)
+    before, now = (
+        make_rank(make_config(model), rows),
+        make_rank(make_config(model, actor={"weight_decay": 0.1, "adam_betas": (0.8, 0.9)}), rows),
+    )
+    before.train(make_plan(rows))
+    load(save(tmp_path, {"actor": before.policy}, replace(POSITION, num_updates={"actor": 1})), {"actor": now.policy})
+    now.train(make_plan(rows, step=1))
+    groups = now.policy.optimizer.param_groups
+    assert [(group["lr"], group["betas"], group["weight_decay"]) for group in groups] == [(1e-2, (0.8, 0.9), 0.1)]

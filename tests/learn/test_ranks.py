@@ -67,7 +67,7 @@ async def test_recorded_steps_replay_bit_for_bit_and_a_changed_digest_is_named(
         source = await group.publish_weights(3)
         sent = load_file(source.path or "")
         exported = await group.export(tmp_path / "out")
-        assert await group.newest_checkpoint() == folder
+        assert await group.newest_checkpoint() == (folder, [])
     finally:
         await group.stop()
     assert [r.refused for r in results] == [None] * 3

@@ -224,6 +224,29 @@ def test_tokens_that_a_resumed_run_may_train_are_kept(filled: Path) -> None:
     assert verify_log(filled).is_clean
 
 
+def resumed(step: int) -> Event:
+    named = dict.fromkeys(("config", "packages", "hardware"), "{}") | dict.fromkeys(("config_digest", "code_digest", "model_digest"), "d")
+    return event("attempt_started", resumed_from_step=step, seed=0, num_steps=9, pid=1, host="h", **named)
+
+
+def test_checkpoint_that_was_passed_over_is_none_that_a_resumed_run_begins_from(filled: Path) -> None:
+    """Group N was trained at step N, at lsn 4 N + 1. Of checkpoints 1 and 3 the later was damaged: the run went on from 1, then saved 2."""
+    with LogWriter.open(filled, run="run", attempt=1, store="process") as writer:
+        producer = Producer(writer, "q")
+        producer.append_sync(events=[checkpoint(1), checkpoint(3)])
+    with existing_core(filled) as core:
+        assert [first_needed(core, num_checkpoints=number) for number in (1, 2)] == [13, 5]
+    with LogWriter.open(filled, run="run", attempt=2, store="process") as writer:
+        producer = Producer(writer, "r")
+        producer.append_sync(events=[resumed(1)])
+    with existing_core(filled) as core:
+        assert [first_needed(core, num_checkpoints=number) for number in (1, 2)] == [5, 1]  # with one checkpoint left it may begin again
+    with LogWriter.open(filled, run="run", attempt=3, store="process") as writer:
+        Producer(writer, "s").append_sync(events=[checkpoint(2)])
+    with existing_core(filled) as core:
+        assert [first_needed(core, num_checkpoints=number) for number in (1, 2)] == [9, 5]
+
+
 @pytest.mark.parametrize(("decision", "num_gone"), [("admitted", 1), ("stale", 3)])
 def test_ready_group_that_no_step_took_yet_is_kept_though_the_trainer_is_past_it(
     run_dir: Path, fast: Fast, decision: str, num_gone: int
