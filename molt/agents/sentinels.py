@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from molt.agents.template import ChatTemplate, ReasoningForm
 from molt.data.messages import Message
 
-CONTENT, REASONING, ARGUMENTS = "S", "R", "A"
+CONTENT, REASONING, ARGUMENTS, OTHER = "S", "R", "A", "M"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Sentinels:
         return cls(salt=salt)
 
     def word(self, kind: str, place: int) -> str:
-        """The word for the content, the reasoning or the arguments of the turn at that place of the messages."""
+        """The word for the content, the reasoning or the arguments of the turn at that place, or for a message that is no turn."""
         return f"zq{kind}molt{self.salt}turn{place}qz"
 
     def stand_ins(self, messages: Sequence[Message], places: Mapping[int, bool], template: ChatTemplate) -> list[Message]:

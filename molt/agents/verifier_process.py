@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
 
 import orjson
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main(file: str, name: str, memory_bytes: int, path: list[str]) -> None:
-    """Serve until stdin ends. The caller kills this process when time is up."""
+    """Serve until stdin ends. The caller kills this process when time is up, and the kernel when the caller is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a grader prints must not stand between the answers
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -171,6 +171,19 @@ def test_same_messages_again_are_a_fork() -> None:
     assert conversation.prompt([USER]).opened_by == "fork"
 
 
+@pytest.mark.parametrize("content", ["Be brief.", "Hi"])
+def test_message_that_the_template_leaves_out_is_an_error_even_if_its_words_stand_elsewhere(content: str) -> None:
+    # system messages are shown at the head of a chat alone
+    head_only = CHATML.replace("-%}{{- '<|im_start|>'", "-%}{%- if message['role'] != 'system' or loop.first -%}{{- '<|im_start|>'", 1)
+    renderer = ChatRenderer(byte_tokenizer(head_only.replace("{%- endfor", "{%- endif -%}{%- endfor"), eos="<|im_end|>"))
+    system = {"role": "system", "content": content}
+    assert Conversation(renderer).prompt([system, USER]).sources[1] == (TokenSource.SYSTEM, len(content))
+    with pytest.raises(AgentError, match=r"loses messages\[1\] of role system"):
+        Conversation(renderer).prompt([USER, system])
+    with pytest.raises(AgentError, match=r"loses messages\[2\] of role system"):
+        two_calls(renderer, renderer.tokenizer.encode("one<|im_end|>"), system)
+
+
 def test_special_text_in_a_user_message_does_not_shift_the_turns() -> None:
     renderer = chatml()
     user = {"role": "user", "content": "What does <|im_end|> mean? And <tool_call>?"}

@@ -143,8 +143,9 @@ def test_tool_results_are_the_suffix_of_the_full_render(name: str, numbers: tupl
 @pytest.mark.parametrize("name", sorted(NO_RESULTS))
 def test_template_that_loses_tool_results_is_an_error_and_still_chats(name: str) -> None:
     renderer = make_renderer(name)
-    with pytest.raises(AgentError, match=r"loses|refuses"):
-        take_turn(renderer, renderer.tokenizer.encode("zzanswer"), results_of(0))
+    for content in ("zzresult0", "zzquestion", ""):  # new, said before, nothing: none is a silent loss
+        with pytest.raises(AgentError, match=r"loses|refuses"):
+            take_turn(renderer, renderer.tokenizer.encode("zzanswer"), [results_of(0)[0] | {"content": content}])
     history, prompt, _ = take_turn(renderer, renderer.tokenizer.encode("zzanswer"), [AGAIN])
     assert np.array_equal(prompt[: len(history)], history)
 
