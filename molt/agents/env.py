@@ -20,7 +20,7 @@ import numpy as np
 
 from molt.agents.toolcalls import ToolCall, parse_tool_calls
 from molt.data.images import Image
-from molt.data.messages import ROLES, TURN_KEY, Message, image_part, text_part
+from molt.data.messages import ROLES, TURN_KEY, Message, image_part, text_part, texts_of
 from molt.data.prompts import Prompt
 from molt.errors import AgentError
 from molt.rollout.engine import FinishReason
@@ -269,5 +269,9 @@ def check_messages(messages: Sequence[Message]) -> None:
                 f"messages[{place}] is {message!r}; it must be an object with a role of {', '.join(sorted(ROLES))} and a text, "
                 "or parts of text and Image"
             )
+        try:
+            "".join(texts_of(message["content"])).encode()
+        except UnicodeEncodeError as error:
+            raise AgentError(f"messages[{place}] holds half a character ({error}), which no tokenizer can read; replace it") from error
     if messages[-1]["role"] == "assistant":
         raise AgentError("the messages end with an assistant message; they must end before the policy speaks")

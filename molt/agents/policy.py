@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import numpy as np
 
@@ -89,6 +90,10 @@ class Policy:
             raise AgentError("model.generate was called while a call of the same rollout was in flight; await one before the next")
         if self.limit is not None:
             raise LimitReached(self.limit)  # the agent let an earlier one not pass, or goes on after its time
+        if max_new_tokens is not None and (not isinstance(max_new_tokens, Integral) or max_new_tokens < 1):
+            raise AgentError(
+                f"model.generate(max_new_tokens={max_new_tokens!r}), it must be a whole number above 0; end the rollout instead"
+            )
         if self.num_turns >= self._limits.max_turns:
             self._stop(StopReason.MAX_TURNS)
         self.is_waiting = True
@@ -144,7 +149,7 @@ class Policy:
             if not self.builder.segments:
                 self.too_long = f"the first prompt has {len(prompt.token_ids)} tokens, data.max_len={self._limits.max_len} leaves no room"
             self._stop(StopReason.CONTEXT)
-        return min(room, self._sampling.max_new_tokens, asked or room)
+        return min(room, self._sampling.max_new_tokens, room if asked is None else int(asked))
 
     def _stop(self, reason: StopReason) -> None:
         self.limit = reason

@@ -218,6 +218,7 @@ async def test_answer_without_lineage_is_a_lineage_error(prompt, renderer) -> No
         (replace(GO_ON, observation=agents.Observation(messages=())), "no messages"),
         (replace(GO_ON, observation=agents.Observation(messages=({"role": "assistant", "content": "x"},))), "assistant"),
         (replace(GO_ON, observation=agents.Observation(messages=({"role": "user", "content": 5},))), "must be an object with a role"),
+        (replace(GO_ON, observation=agents.Observation.user("a\ud83d")), r"messages\[0\] holds half a character"),
     ],
 )
 async def test_broken_contract_names_what_is_wrong(prompt, renderer, said, reason) -> None:
@@ -318,6 +319,18 @@ async def test_limit_leaves_an_own_loop_and_is_graded(prompt, renderer) -> None:
     episode, engine = await run(Chatting(), prompt, renderer, "one", max_turns=4)
     assert episode.stop_reason == "max_turns" and episode.reward == 0.0 and len(episode.segments) == 1
     assert {sampling.max_new_tokens for sampling in engine.samplings} == {6}
+
+
+@pytest.mark.parametrize("asked", [0, -1, 2.5])
+async def test_call_that_may_sample_nothing_is_refused(prompt, renderer, asked: float) -> None:
+    # 0 is what is left of an agent's own budget, not "as many as fit".
+    class Thrifty(agents.AgentRunner):
+        async def run(self, prompt: Prompt, model: agents.Model) -> agents.Result:
+            await model.generate(prompt.messages, max_new_tokens=asked)
+            return DONE
+
+    with pytest.raises(AgentError, match="max_new_tokens=.* must be a whole number above 0"):
+        await run(Thrifty(), prompt, renderer, "one")
 
 
 async def test_two_calls_at_once_in_one_rollout_are_refused(prompt, renderer) -> None:
