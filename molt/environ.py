@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 VARIABLES: dict[str, str] = {
     "MOLT_CRASHPOINT": "name of the point at which a test kills the process; only tests set it",
+    "MOLT_ENGINE_PID": "process of the engine that this one belongs to, and ends with; engines set it",
     "MOLT_TRACEBACK": "1 shows the traceback of an error that is told in a box otherwise",
     "NO_COLOR": "any value turns colours off",
     "COLUMNS": "width of the terminal in characters",

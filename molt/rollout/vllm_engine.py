@@ -25,6 +25,7 @@ import numpy as np
 from molt.data.images import Image
 from molt.errors import EngineError, MoltError, RefitError
 from molt.rollout.engine import EngineInfo, Generation, RefitReport, Sampling, WeightSource, nothing_sampled
+from molt.rollout.lifeline import name_engine
 from molt.rollout.vllm_calls import (
     Call,
     Handler,
@@ -130,6 +131,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
+            name_engine()
             loggers = None if self.counts is None else [stat_logger(self.counts)]
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments), stat_loggers=loggers)
         except Exception as error:

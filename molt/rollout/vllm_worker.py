@@ -16,6 +16,7 @@ import torch
 from molt.errors import RefitError
 from molt.rollout.digest import Digester
 from molt.rollout.engine import WeightSource
+from molt.rollout.lifeline import end_with_engine
 from molt.rollout.weights import read_tensors, read_weights
 
 Pair = tuple[str, torch.Tensor]
@@ -274,3 +275,6 @@ class _Routes:
         for place, experts in rows.items():
             laid[place] = experts
         return laid
+
+
+end_with_engine()  # vLLM imports this module in each of its workers, before anything is loaded

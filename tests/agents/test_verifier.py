@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -76,3 +78,32 @@ async def test_function_that_a_process_cannot_import_is_refused() -> None:
         Verifier(lambda: 1 if Path else 2)
     with pytest.raises(AgentError, match="before start"):
         await Verifier(double).verify(1)
+
+
+WORKER = """
+import asyncio
+from molt.agents.verifier import Verifier
+from tests.agents.graders import misbehave
+
+async def main():
+    pool = Verifier(misbehave, timeout_s=600)
+    await pool.start()
+    await pool.verify("fine")
+    print(next(iter(pool._processes)).pid, flush=True)
+    await pool.verify("compute")
+
+asyncio.run(main())
+"""
+
+
+def test_a_grader_that_computes_without_end_ends_with_a_worker_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        grader = Path(f"/proc/{int(worker.stdout.readline())}/stat")
+        time.sleep(0.2)  # until it computes
+        assert grader.exists()
+        worker.kill()
+    until = time.monotonic() + 10
+    while grader.exists() and " Z " not in grader.read_text() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert time.monotonic() < until
