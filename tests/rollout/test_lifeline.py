@@ -13,8 +13,6 @@ import pytest
 
 SAY = "import os, subprocess, sys, time; print(os.getpid(), flush=True)"
 WORKER = f"from molt.rollout.lifeline import end_with_engine; end_with_engine(); {SAY}; time.sleep(60)"
-    "import os, time; from molt.rollout.lifeline import end_with_engine; end_with_engine(); print(os.getpid(), flush=True); time.sleep(60)"
-)
 CORE = f"{SAY}; subprocess.Popen([sys.executable, '-c', {WORKER!r}]); time.sleep(60)"
 ENGINE = """
 import subprocess, sys
