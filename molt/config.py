@@ -257,6 +257,8 @@ class FsdpSettings(Room):
     """Copies of the sharded weights; ranks of one copy are best on one host."""
     offload: Literal["none", "optimizer", "full"] = "none"
     attn_implementation: Literal["sdpa", "eager", "te", "flash_attention_2", "flex"] = "sdpa"
+    packing_check: bool = True
+    """Ask the model at the start whether rows that are packed together see each other, and refuse it if they do."""
 
     @property
     def group_size(self) -> int:
