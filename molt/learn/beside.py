@@ -13,8 +13,10 @@ from molt.algo.advantage import get_estimator
 from molt.algo.value import value_loss
 from molt.config import ActorSettings, Config
 from molt.errors import NonFiniteError, SettingError
+from molt.learn.apart import refuse_leaks
 from molt.learn.mesh import RankMesh
 from molt.learn.model import TokenScorer, TokenValuer, load_model
+from molt.learn.packing import Packed
 from molt.learn.policy import Policy, Update, shard
 from molt.learn.rows import MicroBatch
 from molt.learn.step import Step
@@ -59,13 +61,21 @@ class FrozenModel:
             )
         self.device = mesh.device
         self.scorer: Any = shard(scorer.requires_grad_(False), actor, fsdp, mesh)
+        if fsdp.packing_check:
+            refuse_leaks(self._score, self.scorer.lm.config, path=path, attention=fsdp.attn_implementation)
+            self.scorer.reshard()
 
-    @torch.no_grad()
     def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Log-probs of each micro-batch, on the CPU. A collective."""
-        columns = [_own(batch, self.scorer(batch.packed.to(self.device))[0]) for batch in batches]
+        columns = [_own(batch, self._score(batch.packed)) for batch in batches]
         self.scorer.reshard()
         return columns
+
+    @torch.no_grad()
+    def _score(self, packed: Packed) -> torch.Tensor:
+        """(N,) log-probs."""
+        logprobs: torch.Tensor = self.scorer(packed.to(self.device))[0]
+        return logprobs
 
 
 class Critic:
