@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from molt.agents.env import AgentRunner, Tool
-from molt.agents.sentinels import ARGUMENTS, CONTENT, OTHER, REASONING, Sentinels
+from molt.agents.sentinels import ARGUMENTS, CONTENT, REASONING, Sentinels
+from molt.agents.shown import Shown
 from molt.agents.template import ChatTemplate, ReasoningForm, common_length
 from molt.agents.tokenizer import Tokenizer
 from molt.agents.toolcalls import reasoning_end
@@ -109,8 +110,8 @@ class ChatRenderer:
             )
         # The members of a group share their first prompt.
         self._first_layout = lru_cache(maxsize=256)(self._text_layout)
-        self._lost: dict[tuple[tuple[Any, ...], ...], int | None] = {}
-        """By the form of a chat, the place of a message that the template leaves out of it."""
+        self.shown = Shown(self.template)
+        """The check that it shows all that it is given."""
 
     @classmethod
     def for_agent(cls, tokenizer: Tokenizer, runner: AgentRunner | type[AgentRunner], settings: DataSettings) -> ChatRenderer:
@@ -203,7 +204,7 @@ class ChatRenderer:
             if turn.has_stop:
                 end = self.template.turn_end_at(text, end, self.tokenizer.decode(turn.token_ids[-1:]))
             regions.append((start, end, place, 0 if has_reasoning else turn.reasoning_ids))
-        self._check_shown(shown, sentinels)
+        self.shown.check(shown, sentinels, turns)
         images = self._shown_images(messages, text)
         sources = self._sources(messages, {place: end for _, end, place, _ in regions}, text)
         gaps, position = [], 0
@@ -216,26 +217,6 @@ class ChatRenderer:
             turns=tuple(place for _, _, place, _ in regions),
             num_dropped=tuple(dropped for _, _, _, dropped in regions),
         )
-
-    def _check_shown(self, shown: Sequence[Message], sentinels: Sentinels) -> None:
-        """AgentError when the template leaves out what somebody else than the policy wrote; each form of a chat is tried once."""
-        keys = ("tool_calls", "reasoning_content", "tool_call_id", "name")
-        form = tuple((m["role"], type(m["content"]), *(bool(m.get(key)) for key in keys)) for m in shown)
-        if form not in self._lost:
-            self._lost[form] = self._lost_place(shown, sentinels)
-        place = self._lost[form]
-        if place is not None:
-            raise AgentError(f"the chat template loses messages[{place}] of role {shown[place]['role']}; give it as another role")
-
-    def _lost_place(self, shown: Sequence[Message], sentinels: Sentinels) -> int | None:
-        """The first message whose word is not in a render of words in place of texts. A template that refuses words tells nothing."""
-        words = {place: sentinels.word(OTHER, place) for place, message in enumerate(shown) if message["role"] != "assistant"}
-        chat = [message | {"content": words[place]} if place in words else message for place, message in enumerate(shown)]
-        try:
-            text = self.text(chat, add_generation_prompt=True)
-        except AgentError:
-            return None
-        return next((place for place, word in words.items() if word not in text), None)
 
     def length(self, messages: Sequence[Message]) -> int:
         """Tokens of a first prompt. Images are measured by their size, so that a whole data set is looked through quickly."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import orjson
+
 from molt.data.images import MARKER, PART_KINDS, Image, ImageReader
 
 Message = dict[str, Any]
@@ -54,6 +56,17 @@ def normal_messages(value: Any, path: str, images: ImageReader | None = None) ->
     if not value:
         raise ValueError(f"{path} is an empty list; it must hold at least one message")
     return tuple(_message(item, f"{path}[{place}]", images) for place, item in enumerate(value))
+
+
+def told_as_text(value: Any) -> Any:
+    """The list of messages that a column of texts holds as JSON, as files of columns with one type must; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        told = orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+    return told if told and all(isinstance(item, dict) and "role" in item for item in told) else value
 
 
 def _message(item: Any, path: str, images: ImageReader | None) -> Message:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import orjson
 
 from molt.config import DataSettings
 from molt.data.images import Image, ImageReader
-from molt.data.messages import Message, images_of, normal_messages, texts_of
+from molt.data.messages import Message, images_of, normal_messages, texts_of, told_as_text
 from molt.data.rows import Row, read_rows
 from molt.errors import DataError
 
@@ -67,23 +68,21 @@ class PromptSet:
     @classmethod
     def load(cls, path: str | Path, settings: DataSettings, *, setting: str = "data.prompt_dataset") -> PromptSet:
         """Read and check every row. DataError lists what is wrong with file and line; nothing is skipped unless told."""
-        prompts: list[Prompt] = []
+        good: list[tuple[Prompt, str | None]] = []
         problems: list[str] = []
-        without_label: list[str] = []
         for row in read_rows(path, setting):
             try:
                 if row.values is None:
                     raise ValueError(row.problem)
-                prompt, has_label = _prompt(row.values, len(prompts), settings, row.folder)
+                prompt, has_label = _prompt(row.values, len(good), settings, row.folder)
             except ValueError as error:
                 problems.append(f"{row.place}: {error}")
                 continue
-            if not has_label:
-                without_label.append(_no_label(row, settings))
-            prompts.append(prompt)
-        is_label_needed = "label_key" in settings.model_fields_set or len(without_label) < len(prompts)
-        if without_label and is_label_needed:
-            problems += without_label
+            good.append((prompt, None if has_label else _no_label(row, settings)))
+        if "label_key" in settings.model_fields_set or any(missing is None for _, missing in good):
+            problems += [missing for _, missing in good if missing is not None]
+            good = [(prompt, None) for prompt, missing in good if missing is None]
+        prompts = [replace(prompt, prompt_index=index) for index, (prompt, _) in enumerate(good)]
         _refuse(path, setting, problems, len(prompts), settings)
         digest = hashlib.blake2b("\n".join(prompt.prompt_id for prompt in prompts).encode(), digest_size=16)
         return cls(prompts=tuple(prompts), digest=digest.hexdigest(), num_skipped=len(problems))
@@ -115,6 +114,8 @@ def _prompt(values: dict[str, Any], index: int, settings: DataSettings, folder: 
             f"neither data.messages_key={settings.messages_key} nor data.input_key={settings.input_key} is there; "
             f"its keys are {', '.join(sorted(values)) or 'none'}"
         )
+    if key == settings.messages_key:
+        value = told_as_text(value)
     has_images, column = _get(values, settings.images_key)
     images = ImageReader(
         column if has_images else None, folder=folder, max_images=settings.max_images, max_pixels=settings.max_image_pixels
@@ -143,15 +144,20 @@ def _no_label(row: Row, settings: DataSettings) -> str:
 
 
 def _get(values: Mapping[str, Any], key: str) -> tuple[bool, Any]:
-    """Value under a key, or under a dotted path of keys; null counts as absent."""
-    if values.get(key) is not None:
+    """Value under a key, or under a dotted path of keys; null and NaN count as absent."""
+    if not _is_absent(values.get(key)):
         return True, values[key]
     found: Any = values
     for part in key.split("."):
-        if not isinstance(found, Mapping) or found.get(part) is None:
+        if not isinstance(found, Mapping) or _is_absent(found.get(part)):
             return False, None
         found = found[part]
     return True, found
+
+
+def _is_absent(value: Any) -> bool:
+    """Null, or the NaN that columns of numbers have in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _plain(value: Any) -> Any:

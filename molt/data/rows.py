@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from molt.errors import DataError, SettingError
+
+OPEN_KEYS = ("arguments", "tools")
+"""Keys under which every row has keys of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,11 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
     data = file.read_bytes()
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
+    if file.suffix == ".json" and (whole := _whole_json(data)) is not None:
+        for number, values in enumerate(whole, start=1):
+            problem = None if isinstance(values, dict) else f"a row is a JSON object, this is {_start(orjson.dumps(values))}"
+            yield Row(place=f"{file}:{number}", values=None if problem else values, problem=problem, folder=file.parent)
+        return
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         line = line.rstrip(b"\r")
@@ -54,14 +64,45 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
             continue
         place = f"{file}:{number}"
         try:
-            values = orjson.loads(line)
+            values = _loads(line)
         except orjson.JSONDecodeError as error:
             yield Row(place=place, values=None, problem=_json_problem(line, error, is_torn=number == len(lines)))
+            continue
+        except ValueError as error:
+            yield Row(place=place, values=None, problem=str(error))
             continue
         if not isinstance(values, dict):
             yield Row(place=place, values=None, problem=f"a row is a JSON object, this is {_start(line)}")
             continue
         yield Row(place=place, values=values, folder=file.parent)
+
+
+def _whole_json(data: bytes) -> list[Any] | None:
+    """The rows of a file that is one JSON list, or one object; None for a file of lines."""
+    try:
+        values = _loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    return values if isinstance(values, list) else [values]
+
+
+def _loads(data: bytes) -> Any:
+    """A JSON value. ValueError for a whole number that 64 bits do not hold: it would come out as another one."""
+    values = orjson.loads(data)
+    if _LONG_NUMBER.search(data):
+        json.loads(data, parse_int=_held)
+    return values
+
+
+def _held(number: str) -> int:
+    if len(number) > 20 or not -(1 << 63) <= int(number) < 1 << 64:
+        raise ValueError(f"the number {number[:40]} is too large for 64 bits; write it as a text")
+    return int(number)
+
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 
 def _json_problem(line: bytes, error: Exception, *, is_torn: bool) -> str:
@@ -87,25 +128,34 @@ def _start(line: bytes) -> str:
 def _parquet_rows(file: Path) -> Iterator[Row]:
     try:
         reader = pq.ParquetFile(file)
-        number = 0
-        for batch in reader.iter_batches(batch_size=1024):
-            for values in batch.to_pylist():
-                number += 1
-                yield Row(place=f"{file}:{number}", values=values, folder=file.parent)
-    except (pa.ArrowException, OSError, NotImplementedError) as error:
+        yield from _columnar_rows(file, reader.iter_batches(batch_size=1024))
+    except (pa.ArrowException, OSError, NotImplementedError, OverflowError) as error:
         raise DataError(f"{file} cannot be read as Parquet ({type(error).__name__}: {str(error).splitlines()[0]})") from error
 
 
 def _arrow_rows(file: Path) -> Iterator[Row]:
     try:
         with pa.memory_map(str(file)) as source:
-            number = 0
-            for batch in pa.ipc.open_stream(source):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(place=f"{file}:{number}", values=values, folder=file.parent)
-    except (pa.ArrowException, OSError) as error:
+            yield from _columnar_rows(file, pa.ipc.open_stream(source))
+    except (pa.ArrowException, OSError, OverflowError) as error:
         raise DataError(f"{file} cannot be read as an Arrow stream ({type(error).__name__}: {str(error).splitlines()[0]})") from error
+
+
+def _columnar_rows(file: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for values in batch.to_pylist():
+            number += 1
+            yield Row(place=f"{file}:{number}", values=_unfilled(values), folder=file.parent)
+
+
+def _unfilled(value: Any, *, is_open: bool = False) -> Any:
+    """Without the nulls that columns put into arguments and tools: a struct has the keys of all rows, whoever wrote them."""
+    if isinstance(value, list):
+        return [_unfilled(item, is_open=is_open) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _unfilled(item, is_open=is_open or key in OPEN_KEYS) for key, item in value.items() if not (is_open and item is None)}
 
 
 def _folder_rows(folder: Path, setting: str) -> Iterator[Row]:

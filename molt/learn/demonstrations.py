@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -17,18 +18,36 @@ import numpy as np
 
 from molt.admission.order import PromptOrder
 from molt.admission.plan import SegmentRow, StepPlan, plan_step
+from molt.agents.env import Tool
 from molt.agents.render import ChatRenderer
-from molt.agents.supervised import SupervisedRow, supervised_row
+from molt.agents.supervised import SupervisedRow, supervised_row, tools_of
 from molt.agents.tokenizer import Tokenizer
 from molt.config import Config
-from molt.data.messages import Message, normal_messages
+from molt.data.messages import Message, normal_messages, told_as_text
 from molt.data.rows import read_rows
 from molt.errors import AgentError, DataError
 from molt.log.rows import Segment, Span, TokenSource
 
 Conversation = Sequence[Message]
+TOOLS_KEY = "tools"
+"""Key of a row's tools: definitions as chat templates take them."""
 HELD_ALIKE = ("prompt_id", "tokenizer_digest", "template_digest", "n_tokens", "n_trainable")
 """What tells one conversation as it is trained from another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """One row of a data set."""
+
+    messages: Conversation
+    tools: tuple[Tool, ...] = ()
+    """What its template shows beside them."""
+
+    @property
+    def digest(self) -> str:
+        """blake2b-128 hex of messages and tools."""
+        shown = [list(self.messages), [tool.definition() for tool in self.tools]] if self.tools else list(self.messages)
+        return _digest(json.dumps(shown, sort_keys=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +63,13 @@ class Demonstrations:
         """Read and tokenize. DataError names a row without an assistant turn, or one longer than data.max_len."""
         model = config.actor.model_name_or_path
         assert model is not None, "settings have been checked"
-        renderer = ChatRenderer(Tokenizer.load(model))
-        conversations = read_conversations(file, setting=setting, messages_key=config.data.messages_key)
+        tokenizer = Tokenizer.load(model)
+        renderer_of = lru_cache(maxsize=64)(lambda named: ChatRenderer(tokenizer, tools=tools_of(named)))
         segments = []
-        for number, conversation in enumerate(conversations):
+        for number, shown in enumerate(read_demonstrations(file, setting=setting, messages_key=config.data.messages_key)):
+            renderer = renderer_of(json.dumps([tool.definition() for tool in shown.tools]))
             try:
-                row = supervised_row(renderer, conversation, last_turn_only=config.sft.last_turn_only)
+                row = supervised_row(renderer, shown.messages, last_turn_only=config.sft.last_turn_only)
             except (AgentError, DataError) as error:
                 raise DataError(f"{setting}={file}, row {number + 1}: {error}") from error
             if len(row.token_ids) > config.data.max_len:
@@ -57,14 +77,14 @@ class Demonstrations:
                     f"{setting}={file}, row {number + 1}: {len(row.token_ids)} tokens, data.max_len={config.data.max_len}; "
                     "raise it or shorten the conversation"
                 )
-            segments.append(demonstration(row, conversation, number, renderer, prefix=prefix))
+            segments.append(demonstration(row, shown.digest, number, renderer, prefix=prefix))
         return cls(segments=tuple(segments), digest=_digest("".join(s.prompt_id for s in segments)))
 
     def __len__(self) -> int:
         return len(self.segments)
 
 
-def demonstration(row: SupervisedRow, conversation: Conversation, number: int, renderer: ChatRenderer, *, prefix: str) -> Segment:
+def demonstration(row: SupervisedRow, prompt_id: str, number: int, renderer: ChatRenderer, *, prefix: str) -> Segment:
     """One conversation as a finished rollout that nobody sampled."""
     now = time.time()
     group_id = f"{prefix}-p{number}"
@@ -75,7 +95,7 @@ def demonstration(row: SupervisedRow, conversation: Conversation, number: int, r
         num_segments=1,
         member=0,
         group_size=1,
-        prompt_id=_digest(json.dumps(list(conversation), sort_keys=True)),
+        prompt_id=prompt_id,
         prompt_index=number,
         epoch=0,
         purpose="sft",
@@ -159,19 +179,25 @@ def places_of_step(order: PromptOrder, step: int, batch_size: int, *, num_passes
 
 def read_conversations(file: str, *, setting: str = "sft.dataset", messages_key: str = "messages") -> list[Conversation]:
     """Message lists of a JSONL or Parquet file or a data set folder. DataError names the row."""
-    conversations: list[Conversation] = []
+    return [shown.messages for shown in read_demonstrations(file, setting=setting, messages_key=messages_key)]
+
+
+def read_demonstrations(file: str, *, setting: str, messages_key: str) -> list[Demonstration]:
+    """Messages of each row, and its tools where it has any. DataError names the row."""
+    found: list[Demonstration] = []
     for row in read_rows(file, setting):
         if row.values is None:
             raise DataError(f"{row.place}: {row.problem}; mend or remove the row")
         if messages_key not in row.values:
             raise DataError(f"{row.place}: no key {messages_key!r}; it has {', '.join(row.values)}; set data.messages_key")
         try:
-            conversations.append(normal_messages(row.values[messages_key], messages_key))
+            messages = normal_messages(told_as_text(row.values[messages_key]), messages_key)
+            found.append(Demonstration(messages=messages, tools=tools_of(row.values.get(TOOLS_KEY))))
         except ValueError as error:
             raise DataError(f"{row.place}: {error}") from error
-    if not conversations:
+    if not found:
         raise DataError(f"{setting}={file} holds no row; give at least one conversation")
-    return conversations
+    return found
 
 
 def _spans(is_target_T: np.ndarray) -> list[Span]:

@@ -329,7 +329,7 @@ async def test_call_that_may_sample_nothing_is_refused(prompt, renderer, asked: 
             await model.generate(prompt.messages, max_new_tokens=asked)
             return DONE
 
-    with pytest.raises(AgentError, match="max_new_tokens=.* must be a whole number above 0"):
+    with pytest.raises(AgentError, match=r"max_new_tokens=.* must be a whole number above 0"):
         await run(Thrifty(), prompt, renderer, "one")
 
 

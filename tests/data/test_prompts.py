@@ -124,6 +124,7 @@ def test_content_names_a_prompt(tmp_path: Path) -> None:
         ),
         (b'{"messages": [{"role": "user", "content": [{"type": "video", "url": "x"}]}]}\n', 1, "messages[0].content[0] is of type 'video'"),
         (b'{"messages": [{"role": "assistant", "content": "x"}]}\n', 1, "messages ends with an assistant message"),
+        (b'{"input": "x", "label": 18446744073709551616}\n', 1, "the number 18446744073709551616 is too large for 64 bits"),
         (b'{"input": "x", "label": "1"}\n{"input": "y"}\n', 2, "data.label_key=label is not there; its keys are input"),
     ],
 )
@@ -157,6 +158,44 @@ def test_skipped_rows_are_counted_up_to_a_limit(tmp_path: Path) -> None:
     assert load(file, skip_malformed=True).num_skipped == 2
     with pytest.raises(DataError, match="leaves out at most 10%"):
         load(write(tmp_path / "more.jsonl", *[QUESTION] * 17, *["no json"] * 3), skip_malformed=True)
+
+
+def test_row_without_its_label_is_skipped_like_any_malformed_one(tmp_path: Path) -> None:
+    rows = [QUESTION] * 19
+    file = write(tmp_path / "rows.jsonl", *rows[:5], {"input": "no label"}, *rows[5:])
+    with pytest.raises(DataError, match="1 of 20 rows are malformed"):
+        load(file)
+    prompts = load(file, skip_malformed=True)
+    assert (len(prompts), prompts.num_skipped, {prompt.label for prompt in prompts}) == (19, 1, {"2"})
+    assert [prompt.prompt_index for prompt in prompts] == list(range(19))
+
+
+def test_label_that_is_no_number_is_absent(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"input": ["a", "b"], "label": [1.0, float("nan")]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet:2: data.label_key=label is not there"):
+        load(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_file_of_one_json_list_is_its_rows(tmp_path: Path, indent: int | None) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([QUESTION, QUESTION | {"input": "2+2"}], indent=indent))
+    assert [prompt.messages[0]["content"] for prompt in load(tmp_path / "rows.json")] == ["1+1", "2+2"]
+    (tmp_path / "rows.json").write_text(json.dumps([QUESTION, "no row"], indent=indent))
+    with pytest.raises(DataError, match=r"rows.json:2: a row is a JSON object"):
+        load(tmp_path / "rows.json")
+
+
+def test_columns_hold_messages_as_text_and_no_arguments_of_other_rows(tmp_path: Path) -> None:
+    def asked(arguments: dict) -> dict:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"messages": [{"role": "user", "content": "x"}, said, {"role": "tool", "content": "42"}]}
+
+    rows = [asked({"city": "Paris"}), asked({"n": 3, "unit": {"of": "km"}})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")  # each struct of it has city, n and unit
+    pq.write_table(pa.table({"messages": [json.dumps(row["messages"]) for row in rows]}), tmp_path / "texts.parquet")
+    lines = load(write(tmp_path / "rows.jsonl", *rows))
+    assert load(tmp_path / "rows.parquet").digest == lines.digest == load(tmp_path / "texts.parquet").digest
 
 
 def test_label_key_that_was_asked_for_must_be_there(tmp_path: Path) -> None:
@@ -196,6 +235,12 @@ def test_broken_parquet_is_an_error_and_no_crash(name: str) -> None:
 def test_parquet_without_a_prompt_names_its_keys_and_row() -> None:
     with pytest.raises(DataError, match=r"numbers_only.parquet:1: neither .* its keys are x"):
         load(FIXTURES / "numbers_only.parquet")
+
+
+def test_parquet_that_python_cannot_hold_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"input": ["x"], "when": pa.array([1 << 40], pa.timestamp("s"))}), tmp_path / "rows.parquet")  # year 36812
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        load(tmp_path / "rows.parquet")
 
 
 def test_text_file_called_parquet_is_an_error(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from molt.admission.order import PromptOrder
 from molt.cli.app import run
 from molt.cli.programs import run_program
 from molt.config import Config
-from molt.data.tiny import make_model, make_warmup
+from molt.data.tiny import TEMPLATE, make_model, make_tokenizer, make_warmup
 from molt.errors import DataError
 from molt.learn.demonstrations import HELD_ALIKE, Demonstrations, not_yet_held, places_of_step, plan_of
 from molt.learn.rank import PolicyRank
@@ -90,6 +90,28 @@ def test_every_assistant_turn_is_a_target_and_nothing_else(world: Path, tmp_path
     last = config.sft.model_copy(update={"last_turn_only": True})
     (segment,) = Demonstrations.load(config.sft.dataset or "", config.model_copy(update={"sft": last})).segments
     assert [(span.len, span.trainable) for span in segment.spans] == [(16, False), (2, True)]
+
+
+def test_tools_of_a_row_are_shown_to_its_turns_alone(world: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": chat, "tools": json.dumps([{"name": "add"}])},
+        {"messages": chat},
+        {"messages": chat, "tools": []},
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = settings(world, sft={"dataset": str(tmp_path / "chat.jsonl")})
+    with pytest.raises(DataError, match="row 1: the chat template does not show the tool 'add'"):
+        Demonstrations.load(config.sft.dataset or "", config)
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{%- for tool in tools or [] -%}{{- tool['function']['name'] -}}{%- endfor -%}" + TEMPLATE
+    )
+    config = settings(world, sft=config.sft.model_dump(), actor={"model_name_or_path": str(tmp_path)})
+    shown, without, none = Demonstrations.load(config.sft.dataset or "", config).segments
+    assert len(shown.token_ids) == len(without.token_ids) + len("add")  # a byte is a token
+    assert shown.n_trainable == without.n_trainable and shown.template_digest != without.template_digest
+    assert none.prompt_id == without.prompt_id != shown.prompt_id
 
 
 def test_loss_is_the_mean_over_target_tokens_whatever_the_cut(world: Path) -> None:
