@@ -5,7 +5,7 @@
     nccl ... a broadcast by the trainer that runs at the same time, through vLLM's own transfer engine
 
 On ipc and nccl the digests are those of the tensors as they were handed to the model, so a difference is found after loading: the
-engine then refuses calls until a refit succeeds.
+engine then refuses calls until a refit succeeds. What breaks off before the first of them leaves the old weights as they were.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from molt.errors import RefitError
+from molt.errors import EngineError, RefitError
 from molt.rollout.engine import WeightSource
 from molt.rollout.transfer import only_known
 from molt.rollout.weights import check_names, check_shapes, digest_tensors, draft_names, model_digest, read_tensors, tensor_shapes
@@ -94,8 +94,8 @@ class VllmWeights:
             load_s = time.perf_counter() - begin
             self._compare(source, answers)
             await self._prove(path)
-        except RefitError:
-            await self._put_back(on_unfit)
+        except RefitError as error:
+            await self._put_back(str(error), on_unfit)
             raise
         self._path, self._digests = path, dict(source.digests)
         return LoadTimes(load_s=load_s)
@@ -107,11 +107,13 @@ class VllmWeights:
         begin = time.perf_counter()
         init = _init(source, self._name)
         group = f"{init.get('master_address')}:{init.get('master_port')}"
+        is_tapped = False
         try:
             if self._joined != group:
                 await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
                 self._joined = group
             await self.ask("molt_tap_open")
+            is_tapped = True
             await self._llm.start_weight_update()
             for chunk in _updates(source):
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=chunk))
@@ -120,10 +122,12 @@ class VllmWeights:
             answers = await self.ask("molt_tap_close")
             self._compare(source, answers)
         except Exception as error:
-            on_unfit(f"a refit by {source.transport} broke off ({type(error).__name__}: {error}); it needs another one")
+            told = f"{type(error).__name__}: {error}"
+            if await self._drop(told) and is_tapped:
+                on_unfit(f"a refit by {source.transport} broke off ({told}); it needs another one")
             if isinstance(error, RefitError):
                 raise
-            raise RefitError(f"engine {self._name}: {type(error).__name__}: {error}") from error
+            raise RefitError(f"engine {self._name}: {told}") from error
         self._digests = dict(source.digests)
         return LoadTimes(load_s=load_s)
 
@@ -148,8 +152,16 @@ class VllmWeights:
                     f"engine {self._name}, worker {rank}: {missing[0]} was handed over and is not in place ({len(missing)} tensors)"
                 )
 
-    async def _put_back(self, on_unfit: Callable[[str], None]) -> None:
+    async def _drop(self, told: str) -> int:
+        """Take away what a refit left that broke off; returns the tensors that had reached a model. EngineError when it cannot be done."""
+        try:
+            return max(answer["num_passed"] for answer in await self.ask("molt_drop_update"))
+        except Exception as error:
+            raise EngineError(f"engine {self._name}: a refit broke off ({told}) and cannot be taken back: {error}") from error
+
+    async def _put_back(self, told: str, on_unfit: Callable[[str], None]) -> None:
         """Load the last good weights again."""
+        await self._drop(told)
         try:
             answers = await self.ask("molt_load", self._path, self._draft)
             if any(answer["digests"] != self._digests for answer in answers):

@@ -17,6 +17,7 @@ from molt.errors import RefitError
 from molt.rollout.digest import Digester
 from molt.rollout.engine import WeightSource
 from molt.rollout.lifeline import end_with_engine
+from molt.rollout.vllm_reload import drop_update
 from molt.rollout.weights import read_tensors, read_weights
 
 Pair = tuple[str, torch.Tensor]
@@ -42,6 +43,8 @@ class RefitExtension:
     model_runner: Any
     vllm_config: Any
     rank: int
+    _molt_tap: _Tap | None = None
+    """Of the last update through a weight transfer engine."""
 
     @_answered
     def molt_check(self, path: str, digests: dict[str, str]) -> dict[str, Any]:
@@ -70,10 +73,22 @@ class RefitExtension:
     @_answered
     def molt_tap_close(self) -> dict[str, Any]:
         """Stop noting; answers with the digest of each tensor that came."""
+        assert self._molt_tap is not None, "the tap was opened"
         self._molt_tap.__exit__()
         with self._set_config():
             self._mend_tied_head()
         return {"digests": self._molt_tap.digests()}
+
+    @_answered
+    def molt_drop_update(self) -> dict[str, Any]:
+        """Take away what a refit left that broke off; answers with the number of tensors that the last tap let pass."""
+        num_passed = 0
+        if self._molt_tap is not None:
+            self._molt_tap.__exit__()
+            num_passed = self._molt_tap.num_passed
+        with self._set_config():
+            drop_update(self)
+        return {"num_passed": num_passed}
 
     @_answered
     def molt_prove(self, path: str, without: list[str]) -> dict[str, Any]:
@@ -160,6 +175,7 @@ class _Tap:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._digester = Digester()
+        self.num_passed = 0
 
     def __enter__(self) -> _Tap:
         inner = self._model.load_weights
@@ -172,15 +188,17 @@ class _Tap:
 
     def _pass(self, weights: Iterable[Pair]) -> Iterator[Pair]:
         if isinstance(weights, Sequence):  # what came in one buffer
+            self.num_passed += len(weights)
             self._digester.note(weights)
             yield from weights
             return
         for pair in weights:
+            self.num_passed += 1
             self._digester.note([pair])
             yield pair
 
     def __exit__(self, *_: object) -> None:
-        del self._model.load_weights
+        vars(self._model).pop("load_weights", None)
 
     def digests(self) -> dict[str, str]:
         """Digest of each tensor that passed."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,15 +27,17 @@ from molt.rollout.weights import named_weights, write_weights
 from tests.rollout.engine_contract import PROMPT, TOLERANCE, Bench, EngineContract, sampling, wait_for_tokens
 from tests.rollout.image_contract import ImageContract
 
+BREAKING = "tests.rollout.breaking_worker.BreakingExtension"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-async def started(folder: Path, work: Path, **options: object) -> Bench:
+async def started(folder: Path, work: Path, further: dict[str, object], **options: object) -> Bench:
     from transformers import AutoConfig
 
     for name, value in vllm_environment(Config(), is_cuda=False).items():
         environ.force(name, value)
     engine = VllmEngine(str(folder), max_len=448, seeds_calls=True, **options)
+    engine._arguments |= further
     info = await engine.start()
     kind = model_class(AutoConfig.from_pretrained(folder))
     model = kind.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
@@ -42,7 +47,9 @@ async def started(folder: Path, work: Path, **options: object) -> Bench:
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
 async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     options = getattr(request.cls, "options", {})
-    bench = await started(request.getfixturevalue(request.cls.model), tmp_path_factory.mktemp("weights"), **options)
+    bench = await started(
+        request.getfixturevalue(request.cls.model), tmp_path_factory.mktemp("weights"), getattr(request.cls, "further", {}), **options
+    )
     yield bench
     await bench.engine.stop()
 
@@ -164,3 +171,58 @@ class TestVllmTwoWorkers(EngineContract):
 
     model = "tiny_dense"
     options = {"tensor_parallel_size": 2}
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmBrokenUpdates:
+    """Real updates of a real model, broken in their middle; handles are read from a file, since there is no GPU."""
+
+    model = "tiny_dense"
+    further = {"worker_extension_cls": BREAKING, "weight_transfer_config": {"backend": "ipc"}}
+
+    async def refit(self, bench: Bench, transport: str, scale: float, **digests: str) -> None:
+        """A refit while paused; the reference takes the weights if the engine does."""
+        tensors = {name: tensor * scale for name, tensor in named_weights(bench.model).items()}
+        written = write_weights(tensors, policy_version=bench.version + 1, folder=bench.folder)
+        update = base64.b64encode(pickle.dumps([{"path": written.path}])).decode()
+        if transport == "ipc":
+            written = replace(written, transport="ipc", digests={**written.digests, **digests}, options={"update": update})
+        await bench.engine.refit(written)
+        bench.version += 1
+        with torch.no_grad():
+            for name, parameter in bench.model.named_parameters():
+                parameter.copy_(tensors[name])
+
+    @pytest.mark.parametrize(
+        ("transport", "place", "num_tensors", "is_old_whole"),
+        [
+            ("file", "load", 0, True),
+            ("file", "load", 7, True),
+            ("ipc", "start", 0, True),
+            ("ipc", "load", 0, True),
+            ("ipc", "load", 7, False),
+            ("ipc", "finish", 0, False),
+            ("ipc", "digest", 0, False),
+        ],
+    )
+    async def test_an_update_that_breaks_off_leaves_nothing_behind(
+        self, bench: Bench, transport: str, place: str, num_tensors: int, is_old_whole: bool
+    ) -> None:
+        await bench.engine.pause("keep")
+        await bench.engine._weights_of.ask("molt_break", place, num_tensors)
+        with pytest.raises(RefitError, match="norm.weight .* arrived as" if place == "digest" else f"broken in {place}"):
+            await self.refit(bench, transport, 1.3, **({"model.norm.weight": "0" * 32} if place == "digest" else {}))
+        if is_old_whole:
+            await bench.engine.resume()
+            old = await bench.generate(PROMPT, sampling())
+            assert np.abs(old.logprobs - bench.logprobs(PROMPT, old.token_ids, 1.0)).max() < TOLERANCE
+            assert set(old.policy_versions.tolist()) == {bench.version}
+            await bench.engine.pause("keep")
+        else:
+            with pytest.raises(EngineError, match="it needs another one"):
+                await bench.engine.resume()
+        await self.refit(bench, transport, 0.9)
+        await bench.engine.resume()
+        new = await bench.generate(PROMPT, sampling())
+        assert np.abs(new.logprobs - bench.logprobs(PROMPT, new.token_ids, 1.0)).max() < TOLERANCE
+        assert set(new.policy_versions.tolist()) == {bench.version}
