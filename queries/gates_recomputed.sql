@@ -2,6 +2,7 @@
 -- parameters: tolerance = 1e-5
 -- grain: one row per segment and step
 -- empty when all is well
+-- asked in parts
 with default_bands as (
     select * from (values
         ('token', 'mask', 0.5, 5.0), ('token', 'clip', 0.5, 5.0), ('token', 'trunc', null, 5.0),

@@ -2,6 +2,7 @@
 -- parameters: none
 -- grain: one row per pair of lengths that differ
 -- empty when all is well
+-- asked in parts
 with counted as (
     select
         segment_id, n_tokens, n_sampled, n_trainable,

@@ -2,6 +2,7 @@
 -- parameters: none
 -- grain: one row per segment, or per span, and fault
 -- empty when all is well
+-- asked in parts
 with foreign_spans as (
     select segment_id, first_position as position, 'trainable, but its source is ' || source as fault
     from spans where is_trainable and source <> 'policy' and purpose <> 'sft'

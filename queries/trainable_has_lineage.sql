@@ -2,6 +2,7 @@
 -- parameters: none
 -- grain: one row per segment and fault, with the number of tokens
 -- empty when all is well
+-- asked in parts
 with trainable as (
     select
         segment_id, logprobs_mode, n_trainable,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import duckdb
 
-from molt.audit.questions import Answer, fetch, load_questions
+from molt.audit.questions import Answer, ask_question, fetch, load_questions
 from molt.audit.views import Pin, open_audit
 from molt.errors import SettingError
 
@@ -24,17 +24,13 @@ def ask(run_dir: str | Path, text: str, *, at: Pin = None, limit: int = 1000, ti
 
 def ask_on(connection: duckdb.DuckDBPyConnection, text: str, *, limit: int = 1000, time_limit_s: float = TIME_LIMIT_S) -> Answer:
     """Answer on a connection that is open and locked. SettingError for anything but one reading statement."""
-    questions = load_questions()
-    parameters = {}
-    name = text.strip().removesuffix(".sql")
-    if name in questions:
-        text, parameters = questions[name].sql, questions[name].parameters
-    else:
+    known = load_questions().get(text.strip().removesuffix(".sql"))
+    if known is None:
         check_reading(connection, text)
     timer = threading.Timer(time_limit_s, connection.interrupt)
     timer.start()
     try:
-        return fetch(connection, name, text, parameters, limit=limit)
+        return fetch(connection, text.strip(), text, {}, limit=limit) if known is None else ask_question(connection, known, limit=limit)
     except duckdb.InterruptException:
         raise SettingError(f"sql took more than {time_limit_s:g} s; ask for less, or narrow it with where") from None
     except duckdb.Error as error:

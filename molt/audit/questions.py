@@ -1,9 +1,15 @@
-"""The questions in queries/: one SQL file each, read with its English, its parameters and its grain, and asked on a connection."""
+"""The questions in queries/: one SQL file each, read with its English, its parameters and its grain, and asked on a connection.
+
+A question about every token is asked in parts: DuckDB takes 2,048 rows at a time through lists of what is computed for each token, which
+for long segments is more than a machine has. A part shows a window of segments that hold a bounded number of tokens, and their scores.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,16 @@ from molt.errors import SettingError
 from molt.places import folder
 
 INVARIANT = "empty when all is well"
+IN_PARTS = "asked in parts"
 LAST_LINE = "select * from answer"
+PART_TOKENS = 1 << 20
+"""Tokens in the segments of one part, at up to 300 bytes of lists each."""
+WINDOW = ("first_segment", "last_segment", "first_score", "last_score")
+"""Variables of the views full_segments and full_scores: the lsn that they begin and end at."""
+LIGHT = """
+select segments.lsn, segments.n_tokens, min(scores.lsn), max(scores.lsn)
+from segments left join scores using (segment_id) group by segments.lsn, segments.n_tokens order by segments.lsn
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +44,8 @@ class Question:
     grain: str
     is_invariant: bool
     """Any row is a fault."""
+    is_in_parts: bool
+    """Its answer is the rows that windows of segments answer, each once."""
     sql: str
 
 
@@ -63,6 +80,7 @@ def read_question(path: Path) -> Question:
         parameters=_parameters(parameters),
         grain=grain,
         is_invariant=INVARIANT in head,
+        is_in_parts=IN_PARTS in head,
         sql=text,
     )
 
@@ -72,7 +90,44 @@ def ask_question(connection: duckdb.DuckDBPyConnection, question: Question, *, l
     unknown = sorted(set(given) - set(question.parameters))
     if unknown:
         raise SettingError(f"query={question.name}, it has no parameter {unknown[0]}; it takes {', '.join(question.parameters) or 'none'}")
-    return fetch(connection, question.name, question.sql, {**question.parameters, **given}, limit=limit)
+    parameters = {**question.parameters, **given}
+    if not question.is_in_parts:
+        return fetch(connection, question.name, question.sql, parameters, limit=limit)
+    rows: dict[tuple[Any, ...], None] = {}
+    columns: tuple[str, ...] = ()
+    is_cut = False
+    with closing(windows(connection)) as parts:
+        for _ in parts:
+            part = fetch(connection, question.name, question.sql, parameters, limit=limit)
+            columns = part.columns
+            rows |= dict.fromkeys(part.rows)
+            is_cut = part.is_cut or len(rows) > limit
+            if is_cut:
+                break
+    return Answer(question=question.name, columns=columns, rows=list(rows)[:limit], is_cut=is_cut)
+
+
+def windows(connection: duckdb.DuckDBPyConnection) -> Generator[None]:
+    """Let the connection show one window of full segments and scores after the other, together all of them; at the end the whole again."""
+    found: list[list[int]] = []
+    n_tokens = 0
+    for lsn, length, first_score, last_score in connection.execute(LIGHT).fetchall():
+        n_tokens += length
+        if not found or n_tokens > PART_TOKENS:
+            found.append([lsn, lsn, -1, -1])
+            n_tokens = length
+        window = found[-1]
+        window[1] = lsn
+        if first_score is not None:
+            window[2:] = [first_score if window[2] < 0 else min(window[2], first_score), max(window[3], last_score)]
+    try:
+        for window in found or [[-1, -1, -1, -1]]:
+            for name, lsn in zip(WINDOW, window, strict=True):
+                connection.execute(f"set variable {name} = {lsn}")
+            yield
+    finally:
+        for name in WINDOW:
+            connection.execute(f"reset variable {name}")
 
 
 def fetch(connection: duckdb.DuckDBPyConnection, name: str, sql: str, parameters: dict[str, Any], *, limit: int) -> Answer:

@@ -18,15 +18,17 @@ with runs as (
 )
 select table_name, family, emptied_lsn, run[1] as first_lsn, run[2] as last_lsn from runs;
 
--- One row per segment that still holds its tokens.
+-- One row per segment that still holds its tokens, in the window that a part of a question looks at (molt.audit.questions); else all.
 create view full_segments as
 select * from segments
-where not exists (select 1 from emptied where table_name = 'segments' and segments.lsn between first_lsn and last_lsn);
+where lsn between coalesce(getvariable('first_segment'), 0) and coalesce(getvariable('last_segment'), 9223372036854775807)
+    and not exists (select 1 from emptied where table_name = 'segments' and segments.lsn between first_lsn and last_lsn);
 
--- One row per score that still holds its lists.
+-- One row per score that still holds its lists, in that window.
 create view full_scores as
 select * from scores
-where not exists (select 1 from emptied where table_name = 'scores' and scores.lsn between first_lsn and last_lsn);
+where lsn between coalesce(getvariable('first_score'), 0) and coalesce(getvariable('last_score'), 9223372036854775807)
+    and not exists (select 1 from emptied where table_name = 'scores' and scores.lsn between first_lsn and last_lsn);
 
 -- One row per segment that counts as consumed: the consumption rows of steps that no later attempt trained again.
 create view counted_consumption as

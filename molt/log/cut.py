@@ -7,7 +7,10 @@ g complete in what was opened?   yes: cut at its last lsn   no: cut before its f
 from __future__ import annotations
 
 import re
+import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lance
@@ -185,10 +188,14 @@ class Cut:
             return read()
 
     def connect(self) -> duckdb.DuckDBPyConnection:
-        """A DuckDB connection that knows the five tables as of this cut. Filters and projections are pushed down to Lance."""
+        """A DuckDB connection that knows the five tables as of this cut. Filters and projections are pushed down to Lance.
+
+        What does not fit memory goes to a folder of its own: two connections write files of the same names.
+        """
         import duckdb
 
-        connection = duckdb.connect()
+        spills_to = Path(tempfile.gettempdir()) / f"molt-duckdb-{secrets.token_hex(8)}"
+        connection = duckdb.connect(config={"temp_directory": str(spills_to)})
         hold(self._home, self.versions, connection)
         for name, dataset in self._datasets.items():
             connection.register(f"log_{name}", dataset)

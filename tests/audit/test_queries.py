@@ -499,6 +499,31 @@ def test_decoupled_gate_has_a_band_for_each_part(log) -> None:
     assert [(row[0], row[3], row[4]) for row in log.rows("gates_recomputed")] == [(2, 2, 3)]
 
 
+def test_question_in_parts_answers_as_over_the_whole_and_each_row_once(log, monkeypatch) -> None:
+    log.start(is_correction_level="token")
+    for place, weights in enumerate(((9.0, 0.0), (E_02, 0.0), (8.0, 0.0))):
+        segment_id = log.segment(f"e0-p{place}/0/0")
+        log.score(segment_id, 0, trainer=(-0.3, 0.4), weights=weights)
+        log.gate(segment_id, 0, level="token", low=0.5, high=2.0, n_kept=1)
+    log.consume(log.segment("e0-p3/0/0"), 0)  # never scored
+    log.start(attempt=2, resumed_from_step=0, is_correction_level="token")  # group 0 trains again: its scores lie behind all others
+    log.score("e0-p0/0/0/0", 0, trainer=(-0.3, 0.4), weights=(7.0, 0.0))
+    log.gate("e0-p0/0/0/0", 0, level="token", low=0.5, high=2.0, n_kept=1)
+    log.consume("e0-p3/0/0/0", 0)
+    whole = log.rows("gates_recomputed")
+    assert sorted((row[0], row[2], row[-1]) for row in whole) == [
+        (2, "e0-p0/0/0/0", "the decision differs"),
+        (2, "e0-p3/0/0/0", "no decision was recorded"),
+    ]
+    for n_tokens in (1, 8):  # segments of four tokens: one in each part, two in each part
+        monkeypatch.setattr("molt.audit.questions.PART_TOKENS", n_tokens)
+        assert sorted(log.rows("gates_recomputed"), key=str) == sorted(whole, key=str)
+        assert log.sql("select count(*) from full_segments") == [(4,)]
+    answer = ask_question(log.connection, load_questions()["gates_recomputed"], limit=1)
+    assert len(answer.rows) == 1 and answer.is_cut
+    assert log.sql("select count(*) from full_scores") == [(4,)]
+
+
 def test_tokens_taken_out_on_purpose_are_no_fault(log) -> None:
     log.well()
     log.connection.execute("update segments set token_ids = [], behaviour_logprobs = [] where segment_id = 'e0-p0/0/0/0'")

@@ -133,6 +133,25 @@ def test_open_duckdb_connection_keeps_its_version_from_clean_up(run_dir: Path, f
         connection.close()
 
 
+def test_queries_that_spill_do_so_apart_and_not_where_they_were_called(run_dir: Path, fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two million pairs of numbers, 32 MB, are sorted by connections that may hold 20."""
+    LogWriter.open(run_dir, run="run", store=fast("process")).close()
+    monkeypatch.chdir(run_dir)
+    before = set(run_dir.iterdir())
+    folders = set()
+    for _ in range(2):
+        connection = LogReader.open(run_dir).cut().connect()
+        folder = Path(str(connection.sql("select current_setting('temp_directory')").fetchall()[0][0]))
+        connection.execute("set threads = 1; set memory_limit = '20MB'")
+        rows = connection.execute("create temp table pairs as select i, -i as j from range(2000000) t(i) order by j").execute("from pairs")
+        assert rows.fetchone() == (1_999_999, -1_999_999) and folder.is_dir()
+        assert set(run_dir.iterdir()) == before
+        connection.close()
+        assert not folder.exists()
+        folders.add(folder)
+    assert len(folders) == 2
+
+
 def stamp(group: int, *, start: int, end: int, intent: tuple[str, ...] = (), is_head: bool = False) -> Stamp:
     return Stamp(
         kind="group",
