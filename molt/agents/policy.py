@@ -82,6 +82,8 @@ class Policy:
         self._limits = limits
         self._sampling = replace(sampling, stop_token_ids=stop_ids)
         self._rollout_id = rollout_id
+        self._num_abandoned = 0
+        """Calls that the agent gave up waiting for: the engine may still be ending them under their names."""
         self._seed = seed
 
     async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Action:
@@ -105,6 +107,9 @@ class Policy:
             self.builder.add(prompt, generation, self.num_turns)
         except MoltError as error:
             self.first_cause = self.first_cause or error
+            raise
+        except asyncio.CancelledError:
+            self._num_abandoned += 1
             raise
         finally:
             self.is_waiting = False
@@ -163,7 +168,7 @@ class Policy:
         routes_from = self.builder.num_routed(prompt)
         for part_number in range(MAX_CONTINUATIONS):
             done_ids = [int(token_id) for part in parts for token_id in part.token_ids]
-            request_id = f"{self._rollout_id}/{self.num_turns}/{part_number}"
+            request_id = f"{self._rollout_id}/{self.num_turns}/{part_number}" + f"/again{self._num_abandoned}" * bool(self._num_abandoned)
             sampling = replace(
                 self._sampling, max_new_tokens=budget - len(done_ids), seed=call_seed(self._seed, request_id), routes_from=routes_from
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -108,10 +109,11 @@ async def test_absent_zero_and_unscorable_rewards_are_three_states(prompt, rende
     for result, reward in [
         (agents.Result(terminated=True, truncated=False), None),
         (agents.Result(terminated=True, truncated=False, reward=0.0), 0.0),
-        (agents.Result(terminated=True, truncated=False, reward=1.0, unscorable="the verifier timed out"), None),
+        (agents.Result(terminated=True, truncated=False, reward=1.0, outcome=1.0, unscorable="the verifier timed out"), None),
     ]:
         episode, _ = await run(runner_of(result), prompt, renderer, "one")
         assert episode.reward == reward and episode.segments[0].reward == reward
+        assert episode.outcome is None and episode.segments[0].outcome is None
 
 
 async def test_turn_limit_is_graded_by_the_agent_and_marked_truncated(prompt, renderer) -> None:
@@ -319,6 +321,27 @@ async def test_limit_leaves_an_own_loop_and_is_graded(prompt, renderer) -> None:
     episode, engine = await run(Chatting(), prompt, renderer, "one", max_turns=4)
     assert episode.stop_reason == "max_turns" and episode.reward == 0.0 and len(episode.segments) == 1
     assert {sampling.max_new_tokens for sampling in engine.samplings} == {6}
+
+
+async def test_call_after_one_that_the_agent_gave_up_is_a_request_of_its_own(prompt, renderer) -> None:
+    # The engine may still be ending the first under its name, and would refuse another prompt under it.
+    class Impatient(agents.AgentRunner):
+        async def run(self, prompt: Prompt, model: agents.Model) -> agents.Result:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await model.generate(prompt.messages)
+            action = await model.generate([{"role": "user", "content": "shorter"}])
+            assert action.turn == 0
+            return DONE
+
+    async def slow(_: object):
+        await asyncio.sleep(5)
+
+    episode, engine = await run(Impatient(), prompt, renderer, slow, "one")
+    assert len(set(engine.request_ids)) == 2 and len({sampling.seed for sampling in engine.samplings}) == 2
+    (segment,) = episode.segments
+    assert segment.token_ids.tolist() == engine.prompts[1] + renderer.tokenizer.encode("one<|end|>").tolist()
+    assert (episode.num_turns, segment.opened_by) == (1, "start")
 
 
 @pytest.mark.parametrize("asked", [0, -1, 2.5])
