@@ -136,7 +136,7 @@ class Result:
     reward: float | None = None
     """Added to the rewards of earlier steps; None: this step gives none."""
     unscorable: str | None = None
-    """Why this rollout cannot be graded; its reward is then null, whatever earlier steps gave."""
+    """Why this rollout cannot be graded; its reward and outcome are then null, whatever earlier steps gave."""
     outcome: float | None = None
     """Unshaped outcome (correct or not) that dynamic filtering looks at; the last one given stands."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -168,13 +168,13 @@ async def _drive_env(runner: AgentRunner, prompt: Prompt, policy: Policy, progre
     try:
         await _watched(_env_loop(env, policy, progress), policy, limits)
         if progress.stop_reason is None:
-            result = await _limited(env.cut(_cut_by(policy), progress.earned), "Env.cut")
+            result = await _limited(env.cut(_cut_by(policy), progress.earned), "Env.cut", policy)
             _take_cut(result, policy, progress, limits)
     except BaseException:
         with suppress(Exception):  # the first cause is told
-            await _limited(env.close(), "Env.close")
+            await _limited(env.close(), "Env.close", policy)
         raise
-    await _limited(env.close(), "Env.close")
+    await _limited(env.close(), "Env.close", policy)
 
 
 async def _drive_run(runner: AgentRunner, prompt: Prompt, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:
@@ -185,7 +185,7 @@ async def _drive_run(runner: AgentRunner, prompt: Prompt, policy: Policy, progre
 
     await _watched(loop(), policy, limits)
     if progress.stop_reason is None:
-        result = await _limited(runner.cut(prompt, _cut_by(policy), progress.earned), "AgentRunner.cut")
+        result = await _limited(runner.cut(prompt, _cut_by(policy), progress.earned), "AgentRunner.cut", policy)
         _take_cut(result, policy, progress, limits)
 
 
@@ -219,7 +219,7 @@ async def _watched(loop: Coroutine[Any, Any, None], policy: Policy, limits: Epis
         with suppress(LimitReached):
             await loop
 
-    task = asyncio.ensure_future(_contained(until_limit()))
+    task = asyncio.create_task(_contained(until_limit()), name=policy.rollout_id)
     try:
         done, _ = await asyncio.wait({task}, timeout=limits.timeout_s)
         if not done:
@@ -233,12 +233,16 @@ async def _watched(loop: Coroutine[Any, Any, None], policy: Policy, limits: Epis
         task.result()
 
 
-async def _limited(coroutine: Coroutine[Any, Any, T], name: str) -> T:
-    """Await user code that must be quick."""
+async def _limited(coroutine: Coroutine[Any, Any, T], name: str, policy: Policy) -> T:
+    """Await user code that must be quick. Code that swallows the cancellation is left behind."""
+    task = asyncio.create_task(_contained(coroutine), name=policy.rollout_id)
     try:
-        return await asyncio.wait_for(_contained(coroutine), CLOSE_TIMEOUT_S)
-    except TimeoutError as error:
-        raise AgentTimeoutError(f"{name} took longer than {CLOSE_TIMEOUT_S} s") from error
+        done, _ = await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+    finally:
+        task.cancel()
+    if not done:
+        raise AgentTimeoutError(f"{name} took longer than {CLOSE_TIMEOUT_S} s")
+    return task.result()
 
 
 async def _contained(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -282,7 +286,7 @@ def _finished(
     is_terminated = progress.stop_reason is StopReason.TERMINATED
     said_by_agent = progress.stop_reason in (StopReason.TERMINATED, StopReason.AGENT)
     stop_reason = StopReason.MAX_TOKENS if is_cut and said_by_agent else progress.stop_reason
-    reward = None if progress.unscorable else progress.earned
+    reward, outcome = (None, None) if progress.unscorable else (progress.earned, progress.outcome)
     drafts = policy.builder.segments
     routes = [routing_payload(draft) for draft in drafts]
     finished_at = time.time()
@@ -303,7 +307,7 @@ def _finished(
             behaviour_logprobs=draft.logprobs,
             spans=tuple(draft.spans),
             reward=reward,
-            outcome=progress.outcome,
+            outcome=outcome,
             is_terminated=is_terminated,
             is_truncated=is_cut or not is_terminated or policy.limit is not None,
             stop_reason=str(stop_reason),
@@ -326,7 +330,7 @@ def _finished(
         segments=tuple(segments),
         payloads=tuple(payloads),
         reward=reward,
-        outcome=progress.outcome,
+        outcome=outcome,
         stop_reason=stop_reason,
         metrics=progress.metrics,
         n_sampled=policy.builder.num_sampled,

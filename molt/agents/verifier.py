@@ -93,13 +93,19 @@ class Verifier:
         if self._is_closed:
             raise AgentError("Verifier.verify was called before start or after close; start it in AgentRunner.start")
         try:
+            question = orjson.dumps(arguments) + b"\n"
+        except orjson.JSONEncodeError as error:
+            raise AgentError(
+                f"arguments of Verifier.verify are not JSON: {error}; give texts without half characters, and numbers"
+            ) from error
+        try:
             process = await asyncio.wait_for(self._idle.get(), QUEUE_TIMEOUT_S)
         except TimeoutError as error:
             raise AgentError(f"no verifier process became idle in {QUEUE_TIMEOUT_S} s; give Verifier more num_workers") from error
         keep: asyncio.subprocess.Process | None = None
         try:
             process = process or await self._spawn()
-            verdict = await self._ask(process, arguments)
+            verdict = await self._ask(process, question)
             keep = process if verdict.kind in (VerdictKind.DONE, VerdictKind.RAISED) else None
             return verdict
         finally:
@@ -108,17 +114,17 @@ class Verifier:
             if keep is None and process is not None:
                 await self._kill(process)
 
-    async def _ask(self, process: asyncio.subprocess.Process, arguments: tuple[Any, ...]) -> Verdict:
+    async def _ask(self, process: asyncio.subprocess.Process, question: bytes) -> Verdict:
         assert process.stdin is not None and process.stdout is not None, "pipes were asked for"
         try:
-            process.stdin.write(orjson.dumps(arguments) + b"\n")
+            process.stdin.write(question)
             line = await asyncio.wait_for(process.stdout.readline(), self._timeout_s)
         except TimeoutError:
             self.num_killed += 1
             return Verdict(kind=VerdictKind.TIMEOUT, error=f"no answer in {self._timeout_s} s")
         except (BrokenPipeError, ConnectionResetError):
             line = b""
-        if not line:
+        if not line.endswith(b"\n"):  # it ended by itself, perhaps in the middle of an answer
             return Verdict(kind=VerdictKind.DIED)
         answer = orjson.loads(line)
         if "error" in answer:

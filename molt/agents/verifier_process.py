@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -31,11 +33,20 @@ def main(file: str, name: str, memory_bytes: int, path: list[str]) -> None:
     answers.write(b"ready\n")
     for line in sys.stdin.buffer:
         try:
-            answer = {"value": function(*orjson.loads(line))}
-            data = orjson.dumps(answer)
+            value = function(*orjson.loads(line))
+            refuse_non_finite(value)
+            data = orjson.dumps({"value": value})
         except Exception as error:
             data = orjson.dumps({"error": f"{type(error).__name__}: {error}"})
         answers.write(data + b"\n")
+
+
+def refuse_non_finite(value: Any) -> None:
+    """ValueError for a number that is none, which JSON would turn into null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the grader returned {value}")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        refuse_non_finite(part)
 
 
 if __name__ == "__main__":

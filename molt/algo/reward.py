@@ -19,7 +19,8 @@ class ShapedBatch:
 
     batch: RaggedBatch
     metrics: dict[str, float]
-    """Counts of rollouts: num_clipped, num_stopped_improperly, num_overlong."""
+    """Counts of rollouts: num_clipped, num_stopped_improperly, num_overlong; and of groups: num_groups_of_one_outcome, whose rollouts
+    shaping alone tells apart, which an estimator that divides by the deviation makes as large as right and wrong."""
 
 
 def shape_rewards(batch: RaggedBatch, settings: AlgoSettings, *, max_len: int) -> ShapedBatch:
@@ -42,4 +43,15 @@ def shape_rewards(batch: RaggedBatch, settings: AlgoSettings, *, max_len: int) -
         over_R = (batch.longest_R.double() - (max_len - reward.overlong_buffer)) / reward.overlong_buffer
         shaped_R = shaped_R - reward.overlong_penalty * over_R.clamp(0.0, 1.0)
         metrics["num_overlong"] = float((over_R > 0).sum())
-    return ShapedBatch(batch=batch.with_reward(shaped_R.float()), metrics=metrics)
+    shaped = batch.with_reward(shaped_R.float())
+    outcome_R = torch.where(torch.isnan(batch.outcome_R), batch.reward_R, batch.outcome_R)
+    is_told_apart_G = _is_mixed(batch, shaped.reward_R) & ~_is_mixed(batch, outcome_R)
+    return ShapedBatch(batch=shaped, metrics=metrics | {"num_groups_of_one_outcome": float(is_told_apart_G.sum())})
+
+
+def _is_mixed(batch: RaggedBatch, values_R: torch.Tensor) -> torch.Tensor:
+    """Groups whose scored rollouts differ in a value. # (G,)"""
+    group_K, values_K = batch.group_R[batch.is_scored_R], values_R[batch.is_scored_R]
+    high_G = torch.full((batch.num_groups,), -torch.inf).scatter_reduce_(0, group_K, values_K, "amax")
+    low_G = torch.full((batch.num_groups,), torch.inf).scatter_reduce_(0, group_K, values_K, "amin")
+    return low_G < high_G

@@ -53,7 +53,8 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
         await refit_newcomers(house, leader, step=step - 1)
         await asyncio.sleep(0.05)
     groups, leader.evaluated = leader.evaluated, []
-    rewards = [done.reward for group in groups for done in group.done if done.reward is not None]
+    finished = [done.reward for group in groups for done in group.done]
+    rewards = [reward for reward in finished if reward is not None]
     mean = math.fsum(rewards) / len(rewards) if rewards else None
     leader.tell(
         event(
@@ -62,6 +63,7 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
             policy_version=policy_version,
             dataset=config.data.eval_dataset,
             num_rollouts=len(rewards),
+            num_unscored=len(finished) - len(rewards),
             num_failed=sum(len(group.failed) for group in groups),
             reward_mean=mean,
             reward_ci95=half_width(rewards),

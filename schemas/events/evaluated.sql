@@ -8,7 +8,8 @@ create table evaluated (
     reward_mean double,
     reward_ci95 double,
     weights_digest varchar not null,
-    loss_mean double
+    loss_mean double,
+    num_unscored integer
 );
 
 comment on column evaluated.step is 'steps trained';
@@ -20,3 +21,4 @@ comment on column evaluated.reward_mean is 'mean reward';
 comment on column evaluated.reward_ci95 is 'half width of the 95 % interval of the mean';
 comment on column evaluated.weights_digest is 'digest of the evaluated weights';
 comment on column evaluated.loss_mean is 'mean negative log-prob per target token, nats; null when not a supervised evaluation';
+comment on column evaluated.num_unscored is 'finished rollouts that could not be scored; they are not in the mean';

@@ -43,6 +43,8 @@ async def test_good_grader_answers_many_calls_in_one_process() -> None:
         ("compute", VerdictKind.TIMEOUT, "verifier timeout"),
         ("memory", VerdictKind.RAISED, "MemoryError"),
         ("die", VerdictKind.DIED, "verifier died"),
+        ("die while answering", VerdictKind.DIED, "verifier died"),
+        ("nan", VerdictKind.RAISED, "ValueError: the grader returned nan"),
         ("raise", VerdictKind.RAISED, "KeyError: 'no such label'"),
         ("unpicklable", VerdictKind.RAISED, "not JSON serializable"),
     ],
@@ -78,6 +80,14 @@ async def test_function_that_a_process_cannot_import_is_refused() -> None:
         Verifier(lambda: 1 if Path else 2)
     with pytest.raises(AgentError, match="before start"):
         await Verifier(double).verify(1)
+
+
+async def test_arguments_that_no_process_can_be_told_are_refused_and_cost_none(verifier: Verifier) -> None:
+    assert (await verifier.verify("fine")).value == "fine"
+    before = set(verifier._processes)
+    with pytest.raises(AgentError, match=r"not JSON: str is not valid UTF-8.*half characters"):
+        await verifier.verify("\ud83d")
+    assert (await verifier.verify("fine")).value == "fine" and before <= verifier._processes
 
 
 WORKER = """

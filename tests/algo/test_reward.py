@@ -45,6 +45,16 @@ def test_a_truncated_rollout_keeps_a_part_of_its_reward():
     assert found.metrics["num_stopped_improperly"] == 1
 
 
+def test_groups_that_shaping_alone_tells_apart_are_counted():
+    # Four failures of which some are long; the same where the agent shaped them itself; one of equal rewards; one right and one wrong.
+    long = [{"group": "a", "reward": 0.0, "segments": [n - 3]} for n in (50, 85, 90, 95)]
+    own = [row | {"outcome": 0.0} for row in group([0.0, 0.01, 0.02, None], name="b")]
+    mixed = [row | {"outcome": outcome} for row, outcome in zip(group([1.0, 0.1], name="d"), (1.0, 0.0), strict=True)]
+    found = shaped([*own, *long, *group([1.0, 1.0], name="c"), *mixed, *group([None], name="e")], overlong_buffer=20, overlong_penalty=1.0)
+    assert found.metrics["num_groups_of_one_outcome"] == 2
+    assert shaped([*own, *long]).metrics["num_groups_of_one_outcome"] == 1
+
+
 def test_an_unscored_rollout_stays_unscored():
     found = shaped(group([None]), clip=(-1.0, 1.0), stop_properly_penalty=0.0, overlong_buffer=99, overlong_penalty=1.0)
     assert torch.isnan(found.batch.reward_R).all()

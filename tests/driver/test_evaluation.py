@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from molt.driver.evaluation import evaluate_lost
+from molt.driver.evaluation import evaluate, evaluate_lost
 from molt.driver.house import alongside
 from molt.log.reader import LogReader
 from molt.log.writer import LogWriter
+from molt.rollout.tasks import FinishedGroup, GroupTask, RolloutDone
 from tests.driver.test_leader import ScriptedPool, make_leader, writer  # noqa: F401 (a fixture)
 
 
@@ -33,3 +34,35 @@ async def test_evaluation_that_was_cut_off_is_made_once_under_names_of_its_own(t
     bodies = LogReader.open(tmp_path / "run").cut().table("events", ["body"], where="kind = 'evaluated'")["body"].to_pylist()
     (told,) = map(json.loads, bodies)
     assert (told["step"], told["policy_version"], told["num_failed"], told["weights_digest"]) == (4, 4, 2, "served")
+
+
+class GradingPool(ScriptedPool):
+    """Ends both members of each group at once: one scored 1, one that could not be scored."""
+
+    async def dispatch(self, *groups: GroupTask) -> None:
+        await super().dispatch(*groups)
+        for group in groups:
+            done = tuple(self._done(group, member, reward) for member, reward in enumerate((1.0, None)))
+            self._finished.append(FinishedGroup(group=group, done=done, failed=()))
+
+    def _done(self, group: GroupTask, member: int, reward: float | None) -> RolloutDone:
+        return RolloutDone(
+            rollout_id=f"{group.group_id}/{member}/0", group_id=group.group_id, member=member, engine="scripted", num_segments=1,
+            num_turns=1, n_tokens=4, n_sampled=2, reward=reward, version_min=0, is_truncated=False, duration_s=0.1,
+        )  # fmt: skip
+
+
+async def test_rollouts_that_could_not_be_scored_are_told_beside_the_mean(tmp_path: Path, writer: LogWriter) -> None:  # noqa: F811
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"input": "1+1", "label": "2"}\n{"input": "1+2", "label": "3"}\n')
+    pool = GradingPool()
+    leader = make_leader(tmp_path, writer, pool, eval={"interval": 1, "n_samples_per_prompt": 2}, data={"eval_dataset": str(questions)})
+    leader.is_draining = True
+    asked, ranks = SimpleNamespace(dispatch=pool.dispatch, newcomers=[]), SimpleNamespace(published_digest="served")
+    house: Any = SimpleNamespace(config=leader.config, reader=leader.reader, pool=asked, ranks=ranks, attempt=1)
+    async with asyncio.timeout(20), alongside(leader.feed()):
+        assert await evaluate(house, leader, step=1, policy_version=1) == 1.0
+        await leader.settled()
+    (body,) = LogReader.open(tmp_path / "run").cut().table("events", ["body"], where="kind = 'evaluated'")["body"].to_pylist()
+    told = json.loads(body)
+    assert (told["num_rollouts"], told["num_unscored"], told["num_failed"]) == (2, 2, 0)

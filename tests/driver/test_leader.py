@@ -151,6 +151,24 @@ async def test_groups_that_only_fail_end_the_run_with_the_last_error(tmp_path: P
     assert events(tmp_path, "group_decided") == 4  # 2 * rollout.batch_size, each with its reason
 
 
+async def test_groups_that_the_filter_always_drops_end_the_run_with_the_ways_out(tmp_path: Path, writer: LogWriter):
+    pool = WritingPool(writer, versions=[0] * 64)  # every group has the mean outcome 1
+    rooms: dict[str, Any] = {
+        "algo": {"reward": {"filter_range": (0.0, 1.0)}},
+        "admission": {"max_dropped_groups": 6},
+        "train": {"batch_size": 2, "num_steps": 20},
+        "rollout": {"batch_size": 2, "n_samples_per_prompt": 1},
+    }
+    leader = make_leader(tmp_path, writer, pool, **rooms)
+    with pytest.raises(
+        StalledError, match=r"max_dropped_groups=6 groups in a row .* mean outcome 1 is not inside .* widen algo\.reward\.filter"
+    ):
+        async with asyncio.timeout(20):
+            await leader.feed()
+    await leader.settled()
+    assert 6 <= events(tmp_path, "group_decided") <= 9 and len(pool.dispatched) <= 10
+
+
 @pytest.mark.parametrize(("last_version", "sizes"), [(1, [2, 2, 1]), (0, [2, 2])])
 async def test_prompts_end_in_a_short_step_or_a_stale_group_and_then_in_no_plan(
     tmp_path: Path, writer: LogWriter, last_version: int, sizes: list[int]
