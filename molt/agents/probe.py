@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from molt.agents.render import ChatRenderer
-from molt.agents.template import ReasoningForm
+from molt.agents.template import ReasoningForm, common_length
 from molt.agents.tokenizer import Tokenizer
 from molt.data.messages import Message
 from molt.errors import AgentError, SettingError
@@ -153,7 +153,7 @@ def lost_characters(tokenizer: Tokenizer, samples: Sequence[str] = SAMPLES) -> s
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that loses characters: the model would see another prompt than the one written."""
+    """Refuse a tokenizer that loses or changes characters: the model would see another prompt than the one written."""
     lost = lost_characters(tokenizer)
     if lost:
         named = ", ".join(f"{character!r} ({unicodedata.name(character, 'unnamed')})" for character in lost[:8])
@@ -161,6 +161,14 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
             f"actor.model_name_or_path={tokenizer.name}, its tokenizer loses {len(lost)} characters that prompts may hold: {named}"
             f"{', ...' if len(lost) > 8 else ''}; use a model with a whole byte alphabet"
         )
+    for text in (f"a{sample}a" for sample in SAMPLES):  # inside a word: some tokenizers write a blank before a first one
+        said = tokenizer.decode(tokenizer.encode(text))
+        if said != text:
+            place = common_length(said, text)
+            raise SettingError(
+                f"actor.model_name_or_path={tokenizer.name}, its tokenizer makes {said[max(0, place - 8) :][:24]!r} of "
+                f"{text[max(0, place - 8) :][:24]!r}; use a model whose tokenizer gives back what it was given"
+            )
 
 
 def check_template(renderer: ChatRenderer, probe: TemplateProbe, *, num_tools: int) -> None:

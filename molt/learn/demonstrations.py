@@ -19,6 +19,7 @@ import numpy as np
 from molt.admission.order import PromptOrder
 from molt.admission.plan import SegmentRow, StepPlan, plan_step
 from molt.agents.env import Tool
+from molt.agents.probe import check_tokenizer
 from molt.agents.render import ChatRenderer
 from molt.agents.supervised import SupervisedRow, supervised_row, tools_of
 from molt.agents.tokenizer import Tokenizer
@@ -64,6 +65,7 @@ class Demonstrations:
         model = config.actor.model_name_or_path
         assert model is not None, "settings have been checked"
         tokenizer = Tokenizer.load(model)
+        check_tokenizer(tokenizer)
         renderer_of = lru_cache(maxsize=64)(lambda named: ChatRenderer(tokenizer, tools=tools_of(named)))
         segments = []
         for number, shown in enumerate(read_demonstrations(file, setting=setting, messages_key=config.data.messages_key)):

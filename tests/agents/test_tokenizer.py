@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ def test_lossy_tokenizer_is_refused_with_the_lost_characters() -> None:
     assert all(character in lost for character in " \nö日😀\x1b") and "a" not in lost
     with pytest.raises(SettingError, match=r"its tokenizer loses \d+ characters .*SPACE"):
         check_tokenizer(lossy_tokenizer())
+
+
+def test_tokenizer_that_joins_blanks_is_refused(tokenizer: Tokenizer) -> None:
+    from tokenizers import Regex, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = pickle.loads(pickle.dumps(tokenizer.inner.backend_tokenizer))
+    inner.normalizer = normalizers.Replace(Regex(" {2,}"), " ")  # indented code would be flat
+    joining = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner), name="joining", digest="0" * 32)
+    with pytest.raises(SettingError, match=r"makes 'lines.n.n two blanksa' of 'lines.n.n  two blanksa'"):
+        check_tokenizer(joining)
+    check_tokenizer(tokenizer)
 
 
 def test_whole_byte_alphabet_loses_nothing(tokenizer: Tokenizer) -> None:
