@@ -102,13 +102,13 @@ def _check_context(renderer: ChatRenderer, messages: Sequence[Message], text: st
 
 def _check_turn(message: Message, place: int, said: str) -> None:
     """Refuse a template that leaves out a part of what an assistant turn is to teach."""
-    for name, words in _parts(message):
+    for name, words in _parts(message, f"messages[{place}]"):
         lost = [] if words.strip() in said else [word for word in re.findall(r"\w+", words) if word not in said]
         if lost:
             raise DataError(f"the chat template loses messages[{place}].{name} ({lost[0][:40]!r} is not in its turn); use another template")
 
 
-def _parts(message: Message) -> Iterator[tuple[str, str]]:
+def _parts(message: Message, path: str) -> Iterator[tuple[str, str]]:
     """(name, words) of the parts of an assistant message: what it thought, said and called."""
     for key in REASONING_KEYS:
         if isinstance(message.get(key), str):
@@ -117,11 +117,13 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
     for number, call in enumerate(message.get("tool_calls") or ()):
         function = call.get("function") or call
         yield f"tool_calls[{number}].name", str(function.get("name") or "")
-        arguments = function.get("arguments")
+        arguments = function.get("arguments") or {}
         try:
             arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
-        except orjson.JSONDecodeError:
-            continue
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"{path}.tool_calls[{number}].arguments is a text that is not JSON ({error}); mend it") from error
+        if not isinstance(arguments, Mapping):
+            raise DataError(f"{path}.tool_calls[{number}].arguments is a JSON {type(arguments).__name__}; it must be an object")
         yield f"tool_calls[{number}].arguments", " ".join(_texts(arguments))
 
 

@@ -75,9 +75,24 @@ def _message(item: Any, path: str, images: ImageReader | None) -> Message:
     role = item.get("role")
     if role not in ROLES:
         raise ValueError(f"{path}.role is {role!r}; it must be one of {', '.join(sorted(ROLES))}")
-    message = {key: value for key, value in item.items() if value is not None and key != "content"}
+    message = {key: value for key, value in item.items() if value is not None and key not in ("content", TURN_KEY)}
+    _check_calls(message, path)
     message["content"] = _content(item.get("content"), f"{path}.content", images, is_optional=bool(item.get("tool_calls")))
     return message
+
+
+def _check_calls(message: Mapping[str, Any], path: str) -> None:
+    """Refuse calls that a template would show as something else, or not at all."""
+    calls = message.get("tool_calls") or []
+    if calls and message["role"] != "assistant":
+        raise ValueError(f"{path}.tool_calls stands in a message of role {message['role']}; the assistant alone calls")
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{path}.tool_calls is {_kind(calls)}; it must be a list of calls")
+    for place, call in enumerate(calls):
+        function = (call.get("function") or call) if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{path}.tool_calls[{place}] names no function; a call has a function with name and arguments")
 
 
 def _content(content: Any, path: str, images: ImageReader | None, *, is_optional: bool) -> str | list[dict[str, Any]]:

@@ -76,6 +76,12 @@ CALL = {"type": "function", "function": {"name": "get", "arguments": '{"city": "
     ("place", "changes", "said"),
     [
         (3, {"tool_calls": [CALL]}, r"loses messages\[3\].tool_calls\[0\].name \('get'"),
+        (
+            3,
+            {"tool_calls": [{"function": {"name": "3", "arguments": "{"}}]},
+            r"messages\[3\].tool_calls\[0\].arguments is a text that is not JSON",
+        ),
+        (3, {"tool_calls": [{"function": {"name": "3", "arguments": [1]}}]}, r"messages\[3\].tool_calls\[0\].arguments is a JSON list"),
         (1, {"tool_calls": [CALL]}, r"loses the calls of messages\[1\]"),
         (1, {"reasoning_content": "since"}, r"loses messages\[1\].reasoning_content \('since'"),
         (3, {"thinking": "since"}, r"loses messages\[3\].thinking \('since'"),
