@@ -1,6 +1,7 @@
 -- What is known of one token: who wrote it, under which version, how it was scored, gated and trained?
 -- parameters: segment_id = '', position = 0
 -- grain: one row per step that used the token, or one row when none did
+-- asked in parts
 with token as (
     select * from tokens where segment_id = $segment_id and position = $position
 ),

@@ -25,6 +25,9 @@ from molt.data.prompts import Prompt
 from molt.errors import AgentError
 from molt.rollout.engine import FinishReason
 
+LARGEST = float(np.finfo(np.float32).max)
+"""What a reward and an outcome may be: the log keeps them as float32."""
+
 
 class StopReason(StrEnum):
     """What ended a rollout."""
@@ -151,8 +154,8 @@ class Result:
             raise AgentError("Result(terminated=False, truncated=False) without an observation; give one, or end the rollout")
         for name in ("reward", "outcome"):
             value = getattr(self, name)
-            if value is not None and not np.isfinite(value):
-                raise AgentError(f"Result({name}={value}), it must be finite; use unscorable=... when it cannot be graded")
+            if value is not None and not abs(value) <= LARGEST:
+                raise AgentError(f"Result({name}={value}), it must be finite as a float32; use unscorable=... when it cannot be graded")
         json.dumps(dict(self.metrics))
 
 

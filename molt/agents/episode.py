@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from molt.agents.env import AgentRunner, Env, Observation, Result, StopReason, check_messages
+from molt.agents.env import LARGEST, AgentRunner, Env, Observation, Result, StopReason, check_messages
 from molt.agents.media import media_payloads, segment_media
 from molt.agents.policy import EpisodeLimits, Generate, LimitReached, Policy
 from molt.agents.render import ChatRenderer
@@ -94,6 +94,8 @@ class _Progress:
             raise AgentError(f"the agent returned {type(result).__name__}; return a Result")
         if result.reward is not None:
             self.earned = (self.earned or 0.0) + float(result.reward)
+            if abs(self.earned) > LARGEST:
+                raise AgentError(f"the rewards of this rollout add up to {self.earned:g}, which is not finite as a float32")
         if result.outcome is not None:
             self.outcome = float(result.outcome)
         self.unscorable = result.unscorable or self.unscorable

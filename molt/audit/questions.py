@@ -28,7 +28,8 @@ WINDOW = ("first_segment", "last_segment", "first_score", "last_score")
 """Variables of the views full_segments and full_scores: the lsn that they begin and end at."""
 LIGHT = """
 select segments.lsn, segments.n_tokens, min(scores.lsn), max(scores.lsn)
-from segments left join scores using (segment_id) group by segments.lsn, segments.n_tokens order by segments.lsn
+from segments left join scores using (segment_id) where segment_id = coalesce($segment_id, segment_id)
+group by segments.lsn, segments.n_tokens order by segments.lsn
 """
 
 
@@ -96,7 +97,7 @@ def ask_question(connection: duckdb.DuckDBPyConnection, question: Question, *, l
     rows: dict[tuple[Any, ...], None] = {}
     columns: tuple[str, ...] = ()
     is_cut = False
-    with closing(windows(connection)) as parts:
+    with closing(windows(connection, parameters.get("segment_id"))) as parts:
         for _ in parts:
             part = fetch(connection, question.name, question.sql, parameters, limit=limit)
             columns = part.columns
@@ -107,11 +108,14 @@ def ask_question(connection: duckdb.DuckDBPyConnection, question: Question, *, l
     return Answer(question=question.name, columns=columns, rows=list(rows)[:limit], is_cut=is_cut)
 
 
-def windows(connection: duckdb.DuckDBPyConnection) -> Generator[None]:
-    """Let the connection show one window of full segments and scores after the other, together all of them; at the end the whole again."""
+def windows(connection: duckdb.DuckDBPyConnection, segment_id: str | None) -> Generator[None]:
+    """Let the connection show one window of full segments and scores after the other, together all of them; at the end the whole again.
+
+    segment_id: of a question about one segment, which is then the only one.
+    """
     found: list[list[int]] = []
     n_tokens = 0
-    for lsn, length, first_score, last_score in connection.execute(LIGHT).fetchall():
+    for lsn, length, first_score, last_score in connection.execute(LIGHT, {"segment_id": segment_id}).fetchall():
         n_tokens += length
         if not found or n_tokens > PART_TOKENS:
             found.append([lsn, lsn, -1, -1])

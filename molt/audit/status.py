@@ -18,7 +18,7 @@ select
     (select count(*) from counted_refusals) as refused_steps,
     (select max(policy_version) from weights_refit) as policy_version,
     (select arg_max(reward_mean, step) from counted_steps) as reward_mean,
-    (select count(*) from group_dispatched where purpose = 'train') as groups_dispatched,
+    (select count(distinct group_id) from group_dispatched where purpose = 'train') as groups_dispatched,
     (select count(*) from rollouts where purpose = 'train') as rollouts_finished,
     (select count(*) from rollout_failed where is_final) as rollouts_failed,
     (select arg_max(step, lsn) from checkpoint_saved) as checkpoint_step,

@@ -220,12 +220,13 @@ async def test_answer_without_lineage_is_a_lineage_error(prompt, renderer) -> No
         (replace(GO_ON, observation=agents.Observation(messages=())), "no messages"),
         (replace(GO_ON, observation=agents.Observation(messages=({"role": "assistant", "content": "x"},))), "assistant"),
         (replace(GO_ON, observation=agents.Observation(messages=({"role": "user", "content": 5},))), "must be an object with a role"),
+        (replace(GO_ON, reward=3e38), r"add up to 6e\+38, which is not finite"),
         (replace(GO_ON, observation=agents.Observation.user("a\ud83d")), r"messages\[0\] holds half a character"),
     ],
 )
 async def test_broken_contract_names_what_is_wrong(prompt, renderer, said, reason) -> None:
     with pytest.raises(AgentError, match=reason):
-        await run(runner_of(said), prompt, renderer, "one")
+        await run(runner_of(said, said), prompt, renderer, "one")
 
 
 def test_result_that_says_nothing_is_refused() -> None:
@@ -233,8 +234,9 @@ def test_result_that_says_nothing_is_refused() -> None:
         agents.Result(reward=1.0)  # type: ignore[call-arg]
     with pytest.raises(AgentError, match="without an observation"):
         agents.Result(terminated=False, truncated=False)
-    with pytest.raises(AgentError, match="must be finite"):
-        agents.Result(terminated=True, truncated=False, reward=float("nan"))
+    for reward in (float("nan"), float("-inf"), -1e39):  # the log would keep the last one as minus infinity
+        with pytest.raises(AgentError, match="must be finite"):
+            agents.Result(terminated=True, truncated=False, reward=reward)
     with pytest.raises(AgentError, match="must be True or False"):
         agents.Result(terminated=None, truncated=False)  # type: ignore[arg-type]
 

@@ -190,6 +190,22 @@ def test_status_verb_says_where_the_run_stands(run_dir, capsys) -> None:
     assert facts["tokens open (not decided)"] == 2
 
 
+def test_status_counts_a_group_sent_again_once_and_names_the_checkpoint_that_a_run_stands_on(tmp_path: Path, capsys) -> None:
+    """Of checkpoints 2 and 4 the later was damaged: the run went on from 2, sent a group of two again and saved 3."""
+    saved = [
+        event("checkpoint_saved", step=step, policy_version=step, path=f"checkpoints/{step}", weights_digest="d", cursor=-1, lsn_end=0)
+        for step in (2, 4, 3)
+    ]
+    place = {"epoch": 0, "order_index": 0, "prompt_index": 0, "prompt_id": "p", "group_size": 2, "purpose": "train"}
+    sent = [event("group_dispatched", group_id="e0-p0", members=members, **place) for members in ([0, 1], [1])]
+    (tmp_path / "log").mkdir()
+    with LogWriter.open(tmp_path, run="r", attempt=1, store="process") as writer:
+        Producer(writer, "test").append_sync(events=[*saved[:2], *sent, saved[2]])
+    assert molt(["status", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["groups_dispatched"], facts["checkpoint_step"]) == (1, 3)
+
+
 def test_runs_verb_lists_it(run_dir, capsys) -> None:
     assert molt(["runs", str(run_dir.parent), "--json"]) == 0
     assert [entry["run"] for entry in json.loads(capsys.readouterr().out)] == ["r"]
