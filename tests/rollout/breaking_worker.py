@@ -1,4 +1,4 @@
-"""A vLLM worker whose next weight update breaks where a test says; its transfer engine reads a file in place of CUDA handles.
+"""A vLLM worker whose next weight update breaks where a test says; its transfer engine reads a file in place of CUDA handles."""
 
 from __future__ import annotations
 
