@@ -22,7 +22,7 @@ import numpy as np
 
 from molt.agents.env import AgentRunner, Tool
 from molt.agents.sentinels import ARGUMENTS, CONTENT, REASONING, Sentinels
-from molt.agents.shown import Shown
+from molt.agents.shown import Shown, after_lead, is_shown
 from molt.agents.template import ChatTemplate, ReasoningForm, common_length
 from molt.agents.tokenizer import Tokenizer
 from molt.agents.toolcalls import reasoning_end
@@ -204,9 +204,9 @@ class ChatRenderer:
             if turn.has_stop:
                 end = self.template.turn_end_at(text, end, self.tokenizer.decode(turn.token_ids[-1:]))
             regions.append((start, end, place, 0 if has_reasoning else turn.reasoning_ids))
-        self.shown.check(shown, sentinels, turns)
+        leads = self.shown.check(shown, sentinels, turns)
         images = self._shown_images(messages, text)
-        sources = self._sources(messages, {place: end for _, end, place, _ in regions}, text)
+        sources = self._sources(messages, {place: end for _, end, place, _ in regions}, text, leads)
         gaps, position = [], 0
         for start, end, _, _ in [*regions, (len(text), len(text), -1, 0)]:
             gaps.append(self._piece(text, position, start, sources, images))
@@ -277,21 +277,29 @@ class ChatRenderer:
             return len(rest)
         raise AgentError(f"the chat template rewrites the start of the call at messages[{place}]; give results as user messages")
 
-    def _sources(self, messages: Sequence[Message], turn_ends: Mapping[int, int], text: str) -> list[tuple[int, int, TokenSource]]:
-        """Character ranges of message contents, in order, with who wrote them. turn_ends: where sampled turns end in the render."""
+    def _sources(
+        self, messages: Sequence[Message], turn_ends: Mapping[int, int], text: str, leads: Mapping[int, str]
+    ) -> list[tuple[int, int, TokenSource]]:
+        """Character ranges of message contents, in order, with who wrote them. turn_ends: where sampled turns end in the render.
+
+        leads: what the template writes before a message; a short content may stand in the template's own words too.
+        """
         first_turn = min(turn_ends, default=len(messages))
         ranges, position = [], 0
         for place, message in enumerate(messages):
             if place in turn_ends:
                 position = max(position, turn_ends[place])
                 continue
-            for content in (said.strip() for said in texts_of(message.get("content"))):
-                start = text.find(content, position) if content else -1
+            for number, said in enumerate(texts_of(message.get("content"))):
+                content = said.strip()
+                start = after_lead(text, leads.get(place, ""), said, position) if number == 0 else -1
+                if start < 0 and content:
+                    start = text.find(content, position)
                 if start < 0 and content and content in text:
                     start = text.index(content)
                 if start < 0:
                     is_required = content and (place > first_turn or message["role"] in ("user", "tool"))
-                    if is_required and not _is_shown(content, text):
+                    if is_required and not is_shown(content, text):
                         raise AgentError(f"the chat template loses messages[{place}] of role {message['role']}; give it as another role")
                     continue
                 position = max(position, start + len(content))
@@ -302,7 +310,10 @@ class ChatRenderer:
         token_ids, places = self.encode_inside(text, start, end)
         codes = np.full(len(token_ids), _SOURCES.index(TokenSource.TEMPLATE), np.int8)
         for first, last, source in sources:
-            codes[np.searchsorted(places, first) : np.searchsorted(places, last)] = _SOURCES.index(source)
+            low = int(np.searchsorted(places, first))
+            if 0 < low < len(places) and places[low] > first:
+                low -= 1  # a token that begins in the template's blank and ends in the content is of the content
+            codes[low : np.searchsorted(places, last)] = _SOURCES.index(source)
         placed: tuple[PlacedImage, ...] = ()
         if self.processor is not None:
             is_image = token_ids == self.processor.placeholder_id
@@ -362,12 +373,6 @@ def _source(role: str, *, is_first: bool) -> TokenSource:
     if role == "tool":
         return TokenSource.TOOL
     return TokenSource.USER if is_first else TokenSource.OBSERVATION
-
-
-def _is_shown(content: str, text: str) -> bool:
-    """Whether the words of a content are in the render, though not letter for letter (JSON quoting, trimmed lines)."""
-    words = re.findall(r"\w+", content)
-    return all(word in text for word in words)
 
 
 def _before_opening(text: str, start: int, said: str, openings: Sequence[str]) -> int:

@@ -219,6 +219,16 @@ def test_short_observation_is_found_where_it_stands(renderer: ChatRenderer) -> N
     assert second.sources[-3:] == ((TokenSource.TEMPLATE, 1), (TokenSource.TOOL, 1), (TokenSource.TEMPLATE, 2))
 
 
+def test_content_that_the_template_itself_writes_is_found_where_it_stands() -> None:
+    # <|im_start|> user \n | user | <|im_end|> \n <|im_start|> assistant \n
+    first = Conversation(chatml()).prompt([{"role": "user", "content": "user"}])
+    assert first.sources == ((TokenSource.TEMPLATE, 6), (TokenSource.USER, 4), (TokenSource.TEMPLATE, 13))
+    # "User: Hi": the blank of the template and the first letter are one token, which is of the content
+    spaced = ChatRenderer(byte_tokenizer(CHATML.replace("'\n' + message", "': ' + message"), eos="<|im_end|>", merges=(("Ġ", "H"),)))
+    first = Conversation(spaced).prompt([{"role": "user", "content": "Hi"}])
+    assert first.sources == ((TokenSource.TEMPLATE, 6), (TokenSource.USER, 2), (TokenSource.TEMPLATE, 13))
+
+
 KIMI = (
     "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
     "{%- if message['role'] == 'tool' -%}{{- '## Return of ' + (message['tool_call_id'] or '') + '\n' -}}{%- endif -%}"
