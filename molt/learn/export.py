@@ -14,6 +14,9 @@ from molt.learn.checkpoint import sync
 
 CARRIED = (
     "tokenizer",
+    "tekken",
+    "spiece",
+    "sentencepiece",
     "vocab",
     "merges",
     "special_tokens",
@@ -21,6 +24,7 @@ CARRIED = (
     "chat_template",
     "generation_config",
     "preprocessor",
+    "video_preprocessor",
     "processor",
 )
 """Beginnings of the names of files that go along unchanged."""

@@ -39,11 +39,15 @@ def test_export_reloads_with_equal_logits(tmp_path: Path, tied: bool) -> None:
 
 def test_export_in_bfloat16_declares_it_at_every_level(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
+    beside = ("tekken.json", "spiece.model", "merges.txt", "chat_template.jinja", "video_preprocessor_config.json", "processor_config.json")
+    for name in (*beside, "training_args.bin"):
+        (source / name).write_text("{}")
     rank = make_rank(make_config(source), make_rows(2))
     folder = export(
         sent_tensors(rank.policy), rank.policy.scorer.lm.config.to_dict(), source=source, target=tmp_path / "out", dtype=torch.bfloat16
     )
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {file.name for file in folder.iterdir()} == {*beside, "config.json", "generation_config.json", "model.safetensors"}
     with safe_open(next(folder.glob("*.safetensors")), "pt") as stored:
         assert {stored.get_tensor(name).dtype for name in stored.keys()} == {torch.bfloat16}  # noqa: SIM118 - not a dict
 
