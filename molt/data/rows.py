@@ -177,8 +177,23 @@ def _folder_rows(folder: Path, setting: str) -> Iterator[Row]:
         if not files:
             said = f"it holds the splits {', '.join(sorted(stems))}" if stems else "it holds no Parquet, JSONL or Arrow file"
             raise SettingError(f"{setting}={folder}, {said}; give one file, or the folder of one split")
+        _refuse_gaps(files, folder, setting)
     for file in files:
         yield from read_rows(file, setting)
+
+
+def _refuse_gaps(files: list[Path], folder: Path, setting: str) -> None:
+    """SettingError when files that are numbered `-00000-of-00002` are not all there."""
+    numbered = [found for file in files if (found := _SHARD.search(file.name))]
+    missing = {(number, int(found[2])) for found in numbered for number in range(int(found[2]))} - {
+        (int(f[1]), int(f[2])) for f in numbered
+    }
+    if missing:
+        number, count = min(missing)
+        raise SettingError(f"{setting}={folder}, file {number:05d} of {count:05d} is missing; fetch it, or give files one by one")
+
+
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.")
 
 
 def _json(file: Path) -> Any:

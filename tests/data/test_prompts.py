@@ -77,6 +77,15 @@ def test_parquet_and_data_set_folders_hold_the_same_prompts(tmp_path: Path) -> N
         assert load(path).digest == jsonl.digest, path
 
 
+def test_folder_that_lacks_one_of_its_numbered_files_is_refused(tmp_path: Path) -> None:
+    for number in (0, 2):
+        write(tmp_path / f"train-0000{number}-of-00003.jsonl", QUESTION)
+    with pytest.raises(SettingError, match="file 00001 of 00003 is missing"):
+        load(tmp_path)
+    write(tmp_path / "train-00001-of-00003.jsonl", QUESTION)
+    assert len(load(tmp_path)) == 3
+
+
 def test_saved_by_the_datasets_library_reads_without_it(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([QUESTION, QUESTION | {"input": "2+2"}]).save_to_disk(str(tmp_path / "one"))
