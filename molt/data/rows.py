@@ -177,6 +177,9 @@ def _folder_rows(folder: Path, setting: str) -> Iterator[Row]:
         if not files:
             said = f"it holds the splits {', '.join(sorted(stems))}" if stems else "it holds no Parquet, JSONL or Arrow file"
             raise SettingError(f"{setting}={folder}, {said}; give one file, or the folder of one split")
+        if len({file.name for file in files}) < len(files):
+            names = ", ".join(sorted({str(file.parent.relative_to(folder)) for file in files}))
+            raise SettingError(f"{setting}={folder}, {names} hold files of one name; give the folder of one of them")
         _refuse_gaps(files, folder, setting)
     for file in files:
         yield from read_rows(file, setting)

@@ -86,6 +86,15 @@ def test_folder_that_lacks_one_of_its_numbered_files_is_refused(tmp_path: Path) 
     assert len(load(tmp_path)) == 3
 
 
+def test_folder_of_two_variants_of_one_data_set_is_refused(tmp_path: Path) -> None:
+    for variant in ("main", "socratic"):
+        (tmp_path / variant).mkdir()
+        write(tmp_path / variant / "train-00000-of-00001.jsonl", QUESTION)
+    with pytest.raises(SettingError, match="main, socratic hold files of one name"):
+        load(tmp_path)
+    assert len(load(tmp_path / "main")) == 1
+
+
 def test_saved_by_the_datasets_library_reads_without_it(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([QUESTION, QUESTION | {"input": "2+2"}]).save_to_disk(str(tmp_path / "one"))
