@@ -23,6 +23,7 @@ from molt.rollout.engine import FinishReason, Generation, Sampling
 Generate = Callable[[str, Sequence[int], Sampling, Sequence[Image]], Awaitable[Generation]]
 """(request_id, prompt_ids, sampling, images) -> Generation, as Engine.generate."""
 
+_PAUSE_S = 0.01
 MAX_CONTINUATIONS = 16
 """Times that one call is taken up again after the engine cut it."""
 
@@ -81,7 +82,7 @@ class Policy:
         self._generate = generate
         self._limits = limits
         self._sampling = replace(sampling, stop_token_ids=stop_ids)
-        self._rollout_id = rollout_id
+        self.rollout_id = rollout_id
         self._num_abandoned = 0
         """Calls that the agent gave up waiting for: the engine may still be ending them under their names."""
         self._seed = seed
@@ -91,7 +92,9 @@ class Policy:
         if self.is_waiting:
             raise AgentError("model.generate was called while a call of the same rollout was in flight; await one before the next")
         if self.limit is not None:
-            raise LimitReached(self.limit)  # the agent let an earlier one not pass, or goes on after its time
+            # The agent let an earlier one not pass, or goes on after its time: a loop that does so must not stop the others on this worker.
+            await asyncio.sleep(_PAUSE_S)
+            raise LimitReached(self.limit)
         if max_new_tokens is not None and (not isinstance(max_new_tokens, Integral) or max_new_tokens < 1):
             raise AgentError(
                 f"model.generate(max_new_tokens={max_new_tokens!r}), it must be a whole number above 0; end the rollout instead"
@@ -168,7 +171,7 @@ class Policy:
         routes_from = self.builder.num_routed(prompt)
         for part_number in range(MAX_CONTINUATIONS):
             done_ids = [int(token_id) for part in parts for token_id in part.token_ids]
-            request_id = f"{self._rollout_id}/{self.num_turns}/{part_number}" + f"/again{self._num_abandoned}" * bool(self._num_abandoned)
+            request_id = f"{self.rollout_id}/{self.num_turns}/{part_number}" + f"/again{self._num_abandoned}" * bool(self._num_abandoned)
             sampling = replace(
                 self._sampling, max_new_tokens=budget - len(done_ids), seed=call_seed(self._seed, request_id), routes_from=routes_from
             )
@@ -180,7 +183,7 @@ class Policy:
                 return join_generations(parts)
             if len(done_ids) + len(part.token_ids) >= budget or self._writes_image(prompt, part):
                 return replace(join_generations(parts), finish_reason=FinishReason.LENGTH)
-        raise EngineError(f"call {self._rollout_id}/{self.num_turns} was cut {MAX_CONTINUATIONS} times before it finished")
+        raise EngineError(f"call {self.rollout_id}/{self.num_turns} was cut {MAX_CONTINUATIONS} times before it finished")
 
     def _writes_image(self, prompt: CallPrompt, part: Generation) -> bool:
         """Whether a part that was cut holds what stands for an image, so that it cannot be sent again beside images."""

@@ -198,7 +198,9 @@ where segments.purpose = 'train' and segments.segment_id not in (select segment_
 -- One row per fate and reason: sampled tokens, as the records of whoever decided say. Supervised rows are not generated and not in it.
 create view ledger as
 with generated as (
-    select coalesce(sum(n_sampled), 0) + (select coalesce(sum(n_sampled), 0) from rollout_failed) as n_tokens, count(*) as num_segments
+    select
+        coalesce(sum(n_sampled), 0) + (select coalesce(sum(n_sampled), 0) from rollout_failed) + (select coalesce(sum(n_sampled), 0) from calls_cut)
+        as n_tokens, count(*) as num_segments
     from segments where purpose in ('train', 'eval')
 ),
 lines as (
@@ -216,6 +218,8 @@ lines as (
     select 3, 'dropped', reason, sum(n_sampled), count(*) from fates where fate = 'dropped' group by reason
     union all
     select 4, 'failed', reason, sum(n_sampled), count(*) from rollout_failed group by reason
+    union all
+    select 4, 'failed', 'call cut', sum(n_sampled), count(*) from calls_cut having count(*) > 0
     union all
     select 5, 'evaluated', '', sum(n_sampled), count(*) from fates where fate = 'evaluated' having count(*) > 0
     union all

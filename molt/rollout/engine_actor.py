@@ -54,8 +54,8 @@ class EngineActor:
         self._gate.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._held: dict[str, bool] = {}
-        """Calls at the gate, and whether somebody still wants them."""
+        self._held: dict[str, asyncio.Event] = {}
+        """Calls at the gate; set once nobody wants them any more."""
         self._num_in_flight = 0
         self._num_finished = 0
         self._is_paused = False
@@ -67,11 +67,8 @@ class EngineActor:
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """One model call; it waits at the gate while a refit waits for others to end."""
-        if not self._gate.is_set():
-            self._held[request_id] = True
-            await self._gate.wait()
-            if not self._held.pop(request_id, True):
-                return nothing_sampled()
+        if not self._gate.is_set() and not await self._is_let_in(request_id):
+            return nothing_sampled()
         if self._refusal is not None:
             raise EngineError(f"engine {self._spec.name} is out of service: {self._refusal}")
         self._num_in_flight += 1
@@ -84,6 +81,18 @@ class EngineActor:
             if self._num_in_flight == 0:
                 self._idle.set()
 
+    async def _is_let_in(self, request_id: str) -> bool:
+        """Wait at the gate; False as soon as the call was aborted there."""
+        left = self._held.setdefault(request_id, asyncio.Event())
+        waits = [asyncio.create_task(self._gate.wait()), asyncio.create_task(left.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._held.pop(request_id, None)
+            for wait in waits:
+                wait.cancel()
+        return not left.is_set()
+
     async def call(self, data: bytes) -> bytes:
         """`generate` with its arguments and its answer packed."""
         return to_bytes(await self.generate(*from_bytes(data)))
@@ -91,7 +100,7 @@ class EngineActor:
     async def abort(self, request_id: str) -> None:
         """End one request early; one at the gate never begins."""
         if request_id in self._held:
-            self._held[request_id] = False
+            self._held[request_id].set()
         await self._engine.abort(request_id)
 
     async def pause(self, mode: str = "keep") -> int:

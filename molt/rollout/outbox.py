@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from molt.errors import DataError
 from molt.log.producer import Producer
-from molt.log.rows import Payload, Segment
+from molt.log.rows import Event, Payload, Segment
 
 GATHER_S = 0.025
 """How long a message waits for others: encoding and checking take 5 ms for one rollout as for twenty."""
@@ -30,6 +30,7 @@ class Parcel:
 
     segments: Sequence[Segment]
     payloads: Sequence[Payload]
+    events: Sequence[Event]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,14 +53,14 @@ class Outbox:
         self._num_bytes = 0
         self._room = asyncio.Condition()
 
-    async def append(self, segments: Sequence[Segment], payloads: Sequence[Payload]) -> None:
+    async def append(self, segments: Sequence[Segment], payloads: Sequence[Payload], events: Sequence[Event] = ()) -> None:
         """Append one rollout whole; it is durable on return. DataError when a row of its own breaks a rule."""
         if self._open is None:
             self._open = OpenMessage()
             self._open.sending = asyncio.create_task(self._send(self._open))
         message = self._open
         place = len(message.parcels)
-        message.parcels.append(Parcel(segments=segments, payloads=payloads))
+        message.parcels.append(Parcel(segments=segments, payloads=payloads, events=events))
         assert message.sending is not None, "an open message has its task"
         errors = await asyncio.shield(message.sending)
         if place in errors:
@@ -90,7 +91,11 @@ class Outbox:
             await self._room.wait_for(lambda: not self._num_bytes or not size or self._num_bytes + size <= MOST_BYTES)
             self._num_bytes += size
         try:
-            await self._producer.append(segments=[segment for parcel in parcels for segment in parcel.segments], payloads=new)
+            await self._producer.append(
+                segments=[segment for parcel in parcels for segment in parcel.segments],
+                payloads=new,
+                events=[fact for parcel in parcels for fact in parcel.events],
+            )
         finally:
             async with self._room:
                 self._num_bytes -= size

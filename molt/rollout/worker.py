@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from molt.agents.env import AgentRunner
@@ -22,14 +23,20 @@ from molt.config import Config
 from molt.data.images import Image
 from molt.errors import AgentTimeoutError, EngineError, LineageError, LogError, PromptTooLongError, SettingError
 from molt.log.producer import Producer
+from molt.log.rows import event
 from molt.rollout.carried import from_bytes, to_bytes
 from molt.rollout.engine import Engine, Generation, Sampling
 from molt.rollout.outbox import Outbox
+from molt.rollout.standstill import LoopWatch, Standstill
 from molt.rollout.tasks import FailureReason, RolloutDone, RolloutFailed, RolloutTask, failed_rollout
 
 _MARGIN_S = 30.0
 """Beyond rollout.timeout_s, in which the episode itself says that time is up and closes what it opened."""
 _CANCEL_LIMIT_S = 20.0
+_CUT_LIMIT_S = 5.0
+"""For an engine to say what a call that was cut has sampled."""
+_LOOK_S = 1.0
+"""Longest turn of the loop that is none of an agent's that holds it."""
 _REASONS = (
     (AgentTimeoutError, FailureReason.AGENT_TIMEOUT),
     (EngineError, FailureReason.ENGINE_ERROR),
@@ -39,17 +46,43 @@ _REASONS = (
 
 
 class CountedCalls:
-    """The engine as one rollout sees it, with a count of what was sampled so far."""
+    """The engine as one rollout sees it. A call that nobody waits for any more is cut, and what it sampled is counted too."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._open: dict[str, asyncio.Task[Generation]] = {}
+        self._cuts: dict[str, asyncio.Task[None]] = {}
         self.n_sampled = 0
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[Image] = ()) -> Generation:
         """One model call."""
-        generation = await self._engine.generate(request_id, prompt_ids, sampling, images)
-        self.n_sampled += len(generation.token_ids)
-        return generation
+        call = asyncio.create_task(self._engine.generate(request_id, prompt_ids, sampling, images), name=request_id)
+        self._open[request_id] = call
+        call.add_done_callback(lambda ended: self._count(request_id, ended))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._cut(request_id)
+            raise
+
+    def _count(self, request_id: str, ended: asyncio.Task[Generation]) -> None:
+        del self._open[request_id]
+        if not ended.cancelled() and ended.exception() is None:
+            self.n_sampled += len(ended.result().token_ids)
+
+    def _cut(self, request_id: str) -> None:
+        if request_id in self._open and request_id not in self._cuts:
+            self._cuts[request_id] = asyncio.create_task(self._engine.abort(request_id), name=f"cut {request_id}")
+
+    async def close(self) -> None:
+        """Cut what is still open and wait for what it sampled; an engine that does not say so in time leaves it uncounted."""
+        for request_id in self._open:
+            self._cut(request_id)
+        if left := {*self._open.values(), *self._cuts.values()}:
+            _, late = await asyncio.wait(left, timeout=_CUT_LIMIT_S)
+            for call in late:
+                call.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
 
 class RolloutWorker:
@@ -64,6 +97,7 @@ class RolloutWorker:
         self._renderer: ChatRenderer | None = None
         self._episodes: dict[str, asyncio.Task[Episode]] = {}
         self._ended: dict[str, asyncio.Future[RolloutDone | RolloutFailed]] = {}
+        self._watch: LoopWatch | None = None
         self._answered: dict[str, RolloutDone | RolloutFailed] = {}
         """The newest outcomes: a driver that stops waiting may do so while the answer is on its way, and asks again."""
 
@@ -71,6 +105,7 @@ class RolloutWorker:
         """Load agent, tokenizer and template."""
         if self._config.train.agent_path is None or self._model_path is None:
             raise SettingError("train.agent_path and actor.model_name_or_path are needed for rollouts; set both")
+        self._watch = LoopWatch(str(Path(self._config.train.agent_path).resolve()))
         self._runner = load_agent(self._config.train.agent_path).runner()
         tokenizer = Tokenizer.load(self._model_path)
         self._renderer = ChatRenderer.for_agent(tokenizer, self._runner, self._config.data)
@@ -79,6 +114,10 @@ class RolloutWorker:
     async def meet(self, name: str, engine: Engine) -> None:
         """Know an engine by its name, before any task names it."""
         self._engines[name] = engine
+
+    async def watch(self) -> Standstill | None:
+        """What holds the loop of this worker, if it does not turn. Ray answers it in a thread of its own (concurrency group watch)."""
+        return None if self._watch is None else self._watch.look(_LOOK_S)
 
     async def call(self, data: bytes) -> bytes:
         """`run` with task and outcome packed."""
@@ -114,14 +153,19 @@ class RolloutWorker:
         self._episodes[task.rollout_id] = running
         limit_s = self._config.rollout.timeout_s + _MARGIN_S
         await asyncio.wait({running}, timeout=limit_s)
-        if not running.done():
+        is_late = not running.done()
+        if is_late:
             running.cancel()
+        await calls.close()
+        if is_late:
             said = f"the episode did not end {_MARGIN_S:g} s after rollout.timeout_s={self._config.rollout.timeout_s:g}"
             return failed_rollout(task, FailureReason.AGENT_TIMEOUT, said, n_sampled=calls.n_sampled)
         if running.cancelled():
             return failed_rollout(task, FailureReason.CANCELLED, "the run stops", n_sampled=calls.n_sampled, is_retryable=False)
         episode = running.result()
-        await self._outbox.append(episode.segments, episode.payloads)
+        n_cut = calls.n_sampled - episode.n_sampled
+        cut = event("calls_cut", rollout_id=task.rollout_id, group_id=task.group.group_id, member=task.member, n_sampled=n_cut)
+        await self._outbox.append(episode.segments, episode.payloads, [cut] if n_cut else [])
         return _done(task, episode, time.monotonic() - begin)
 
     async def _episode(self, task: RolloutTask, calls: CountedCalls) -> Episode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -41,6 +42,8 @@ class ScriptedEngine:
         self.samplings: list[Sampling] = []
         self.request_ids: list[str] = []
         self.images: list[list[Image]] = []
+        self.cut = asyncio.Event()
+        """Set by the first abort."""
 
     @property
     def texts(self) -> list[str]:
@@ -57,6 +60,10 @@ class ScriptedEngine:
         if images and self.processor is not None and answer.prompt_ids is None:
             return replace(answer, prompt_ids=self.processor.expand(np.array(prompt_ids, np.int32), images)[0])
         return answer
+
+    async def abort(self, request_id: str) -> None:
+        """Note that a request was given up."""
+        self.cut.set()
 
     async def _answer(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         said = self.script[min(len(self.prompts), len(self.script)) - 1]

@@ -312,14 +312,16 @@ def test_ledger_names_every_fate(log) -> None:
     log.consume(trained, 0, n_kept=1)
     log.plan(1, [refused])
     log.event("step_refused", step=1, reason="non_finite", error="loss is nan", n_sampled=2)
-    # 5 segments of 2 sampled tokens and 3 + 1 tokens of failed tries: 14.
+    log.event("calls_cut", rollout_id="e0-p0/0/0", group_id="e0-p0", member=0, n_sampled=5)
+    # 5 segments of 2 sampled tokens, 3 + 1 tokens of failed tries, 5 of a call that was cut: 19.
     assert log.rows("ledger") == [
-        ("generated", "", 14, 5),
+        ("generated", "", 19, 5),
         ("trained", "", 1, 1),
         ("gated", "outside the band", 1, 1),
         ("dropped", "refused: non_finite", 2, 1),
         ("dropped", "stale", 2, 1),
         ("failed", "agent_error", 3, 1),
+        ("failed", "call cut", 5, 1),
         ("failed", "engine_error", 1, 1),
         ("evaluated", "", 2, 1),
         ("open", "not decided", 2, 1),

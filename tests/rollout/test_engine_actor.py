@@ -78,8 +78,8 @@ class ScriptedActor(EngineActor):
     async def begun(self) -> list[str]:
         return self._engine.begun
 
-    async def held(self) -> dict[str, bool]:
-        return self._held
+    async def held(self) -> list[str]:
+        return list(self._held)
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +158,13 @@ async def test_a_call_that_is_given_up_while_a_refit_holds_it_never_begins(sessi
     async with asyncio.timeout(30):
         while "given up" not in await handle._actor.held.remote():
             await asyncio.sleep(0.01)
+        aborted = asyncio.create_task(handle.generate("aborted", [1], sampling(0)))
+        while "aborted" not in await handle._actor.held.remote():
+            await asyncio.sleep(0.01)
         call.cancel()
-        while (await handle._actor.held.remote())["given up"]:
+        await handle.abort("aborted")
+        assert (await aborted).finish_reason is FinishReason.ABORT  # at once, though the refit goes on
+        while await handle._actor.held.remote():
             await asyncio.sleep(0.01)
     await handle.resume()
     assert (await handle.generate("wanted", [1], sampling(0))).finish_reason is FinishReason.STOP

@@ -22,6 +22,7 @@ from molt.data.tiny import make_model
 from molt.errors import RefitError
 from molt.log.actor import RaySink, start_log_actor, stop_log_actor
 from molt.log.reader import LogReader
+from molt.rollout import crew
 from molt.rollout.pool import RolloutPool
 from molt.rollout.tasks import FailureReason, GroupTask, RolloutTask
 from molt.rollout.weights import named_weights, write_weights
@@ -42,6 +43,13 @@ class Env(agents.Env):
             raise KeyError("no such thing")
         if label == "hang":
             await asyncio.sleep(1000)
+        if label == "hold":
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except BaseException:
+                    while True:
+                        pass
         if label == "die":
             os._exit(9)
         if label == "turns" and action.turn < 2:
@@ -213,6 +221,20 @@ async def test_a_refit_moves_the_version_of_later_tokens(shared: Rig, model: Pat
     assert shared.pool.policy_version == 1
     assert {done.version_min for done in ended["e0-p41"].done} == {1}
     assert set(times.engines.values()) == {times.weights_digest} and len(times.engines) == 2 and not times.failed
+
+
+async def test_an_agent_that_does_not_await_after_its_time_is_named_and_its_worker_replaced(
+    shared: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "_LATE_S", 3.0)
+    monkeypatch.setattr(crew, "_STANDSTILL_S", 2.0)
+    await shared.pool.dispatch(group(45, "hold", size=1))
+    (holder,) = (await shared.pool.next(LIMIT_S)).failed
+    assert holder.reason is FailureReason.AGENT_TIMEOUT and "held worker-" in holder.error and "agent.py" in holder.error
+    waits = shared.events("wait_ended_badly")
+    assert [str(wait["what"]) for wait in waits] == ["rollout e0-p45/0/0", "rollout e0-p45/0/1"] and "agent.py" in str(waits[0]["detail"])
+    await shared.pool.dispatch(group(47))
+    assert len((await shared.pool.next(LIMIT_S)).done) == 2
 
 
 async def test_a_worker_that_dies_loses_its_rollouts_to_a_new_one(shared: Rig) -> None:
