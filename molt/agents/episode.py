@@ -218,8 +218,14 @@ async def _watched(loop: Coroutine[Any, Any, None], policy: Policy, limits: Epis
     """Await the agent's loop for rollout.timeout_s. Leaves progress.stop_reason None when a limit ended it."""
 
     async def until_limit() -> None:
-        with suppress(LimitReached):
+        try:
             await loop
+        except LimitReached:
+            return
+        except BaseExceptionGroup as group:  # a TaskGroup of the agent wraps it
+            others = group.split(LimitReached)[1]
+            if others is not None:
+                raise others from group
 
     task = asyncio.create_task(_contained(until_limit()), name=policy.rollout_id)
     try:

@@ -325,6 +325,19 @@ async def test_limit_leaves_an_own_loop_and_is_graded(prompt, renderer) -> None:
     assert {sampling.max_new_tokens for sampling in engine.samplings} == {6}
 
 
+async def test_limit_leaves_through_a_task_group_of_the_agent(prompt, renderer) -> None:
+    class Grouping(agents.AgentRunner):
+        async def run(self, prompt: Prompt, model: agents.Model) -> agents.Result:
+            messages = list(prompt.messages)
+            while True:
+                async with asyncio.TaskGroup() as group:
+                    call = group.create_task(model.generate(messages))
+                messages += [call.result().message, {"role": "user", "content": "more"}]
+
+    episode, _ = await run(Grouping(), prompt, renderer, "one", max_turns=3)
+    assert (episode.stop_reason, episode.num_turns, episode.reward) == ("max_turns", 3, 0.0)
+
+
 async def test_call_after_one_that_the_agent_gave_up_is_a_request_of_its_own(prompt, renderer) -> None:
     # The engine may still be ending the first under its name, and would refuse another prompt under it.
     class Impatient(agents.AgentRunner):
