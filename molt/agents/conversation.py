@@ -16,6 +16,7 @@ import numpy as np
 from molt.agents.render import ChatRenderer, Layout, Piece, SampledTurn
 from molt.data.messages import TURN_KEY, Message
 from molt.data.processor import PlacedImage
+from molt.errors import AgentError
 from molt.log.rows import TokenSource
 
 
@@ -67,7 +68,11 @@ class Conversation:
         continues = len(whole.token_ids) >= known and np.array_equal(whole.token_ids[:known], last.token_ids)
         is_kept = self.keep_history or not any(layout.num_dropped)
         if is_same and not continues and is_kept:
-            whole = _appended(last, layout.gaps[-1], self.turns[max(self.turns)])
+            whole, continues = _appended(last, layout.gaps[-1], self.turns[max(self.turns)]), True
+        if is_same and continues and len(whole.token_ids) == known:
+            raise AgentError(
+                "the messages after the last turn add no token to the prompt, so the policy would see nothing new; give a text"
+            )
         return replace(whole, opened_by="template" if is_same else self._why_changed(messages))
 
     def add(self, messages: Sequence[Message], prompt: CallPrompt, token_ids: np.ndarray, *, number: int | None = None) -> SampledTurn:

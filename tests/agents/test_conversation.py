@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from molt.agents.conversation import Conversation
-from molt.agents.render import ChatRenderer
+from molt.agents.render import PLAIN_TEMPLATE, ChatRenderer
 from molt.agents.tokenizer import Tokenizer
 from molt.data.messages import TURN_KEY
 from molt.errors import AgentError
@@ -182,6 +182,14 @@ def test_message_that_the_template_leaves_out_is_an_error_even_if_its_words_stan
         Conversation(renderer).prompt([USER, system])
     with pytest.raises(AgentError, match=r"loses messages\[2\] of role system"):
         two_calls(renderer, renderer.tokenizer.encode("one<|im_end|>"), system)
+
+
+def test_observation_that_adds_no_token_is_an_error() -> None:
+    renderer = ChatRenderer(byte_tokenizer(CHATML, eos="<|im_end|>"), template=PLAIN_TEMPLATE)
+    sampled = renderer.tokenizer.encode("one<|im_end|>")
+    assert two_calls(renderer, sampled, {"role": "user", "content": "x"})[1].tolist()[-1] == renderer.tokenizer.id_of("x")
+    with pytest.raises(AgentError, match="add no token"):
+        two_calls(renderer, sampled, {"role": "user", "content": ""})
 
 
 def test_special_text_in_a_user_message_does_not_shift_the_turns() -> None:
