@@ -23,6 +23,7 @@ from molt.log.blobs import read_blobs
 from molt.log.checked import damage_named, is_gone, reason_of
 from molt.log.holds import hold
 from molt.log.home import Home
+from molt.log.portions import reading
 from molt.log.rows import Payload
 from molt.log.stamp import Stamp, newest_stamp
 from molt.log.upcast import upcast, with_missing
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from molt.log.reader import SegmentIndex
 
 T = TypeVar("T")
-_BATCH_ROWS = 1024
 
 
 def cut_point(stamps: Mapping[str, Stamp], reached: Mapping[str, int]) -> int:
@@ -121,8 +121,8 @@ class Cut:
         """All segments, a bounded number at a time, in the order in which they are stored."""
         dataset = self._datasets["segments"]
         wanted = None if columns is None else list({*columns, *NEEDED})
-        scanner = dataset.scanner(columns=wanted, filter=self._bounded("segments", where), batch_size=_BATCH_ROWS)
         with damage_named(f"log={self._home.where}: table segments"):
+            scanner = dataset.scanner(columns=wanted, filter=self._bounded("segments", where), **reading(dataset, "segments"))
             for batch in scanner.to_batches():
                 rows = one_batch(pa.Table.from_batches([batch]))
                 refuse_emptied(rows)

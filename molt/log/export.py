@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lance
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,18 +22,20 @@ from molt.log.cut import Cut
 from molt.log.digest import merkle_root, row_digests
 from molt.log.home import find_home, home_of, remove_log
 from molt.log.pin import pinned_cut
+from molt.log.portions import MOST_ROWS, PORTION_BYTES, WEIGHT, reading
 from molt.log.reader import LogReader
 from molt.log.store import load_store
 from molt.log.tombstone import KIND, LOST, Tombstones, tombstones_of
 from molt.log.upcast import with_missing
+from molt.log.upkeep import runs_within
 from molt.log.verify import root_at
 from molt.schema import TABLES, arrow_schema, reference
 
 MANIFEST = "MANIFEST.json"
 ROW_GROUP_BYTES = 64 << 20
 """Bound on a row group in memory, so that any reader gets it in one piece."""
-_BATCH_ROWS, _BATCH_BLOBS = 1024, 64
-"""Rows at a time; fewer of payloads, which may be megabytes each."""
+_BATCH_ROWS = 64
+"""Rows of an exported file at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,28 +53,36 @@ class Export:
     """Seconds since 1970, UTC."""
 
 
-def _sorted_batches(cut: Cut, table: str) -> Iterator[pa.Table]:
+def sorted_batches(cut: Cut, table: str) -> Iterator[pa.Table]:
     """Rows of a table up to the cut in lsn order, a bounded number at a time."""
     dataset = cut.dataset(table)
     order = dataset.to_table(columns=["lsn"])["lsn"].combine_chunks()
     is_sorted = len(order) < 2 or bool(pc.all(pc.less(order[:-1], order[1:])).as_py())
-    options: dict[str, Any] = {"batch_size": _BATCH_ROWS}
-    if table == "payloads":
-        options = {"batch_size": _BATCH_BLOBS, "blob_handling": "all_binary"}
-    scanner = dataset.scanner(filter=f"lsn <= {cut.lsn}", order_by=None if is_sorted else ["lsn"], scan_in_order=True, **options)
-    schema = arrow_schema(table)
-    for batch in scanner.to_batches():
-        if batch.num_rows:
-            rows = pa.Table.from_batches([batch])
-            full = with_missing(table, rows, schema.names)
-            yield pa.Table.from_arrays([full[field.name].cast(field.type) for field in schema], schema=schema)
+    options, schema = reading(dataset, table), arrow_schema(table)
+    for where in [f"lsn <= {cut.lsn}"] if is_sorted else _windows(dataset, table, cut.lsn):
+        scanner = dataset.scanner(filter=where, scan_in_order=True, **options)
+        parts = (pa.Table.from_batches([batch]) for batch in scanner.to_batches())
+        for rows in parts if is_sorted else [scanner.to_table().sort_by("lsn")]:
+            if len(rows):
+                full = with_missing(table, rows, schema.names)
+                yield pa.Table.from_arrays([full[field.name].cast(field.type) for field in schema], schema=schema)
+
+
+def _windows(dataset: lance.LanceDataset, table: str, lsn_end: int) -> Iterator[str]:
+    """Filters that take the rows of a table in parts, each sorted in memory: rows that were rewritten lie behind later ones."""
+    column, width = WEIGHT.get(table, ("lsn", 0))
+    light = dataset.to_table(columns=list({"lsn", column}), filter=f"lsn <= {lsn_end}").sort_by("lsn")
+    lsns = light["lsn"].to_pylist()
+    sizes = [max(PORTION_BYTES // MOST_ROWS, width * number) for number in light[column].to_pylist()]
+    for part in runs_within(sizes, most=PORTION_BYTES):
+        yield f"lsn >= {lsns[part[0]]} and lsn <= {lsns[part[-1]]}"
 
 
 def _write_table(cut: Cut, table: str, path: Path, row_group_bytes: int) -> int:
     """One Parquet file; the number of its rows."""
     num_rows, held, size = 0, [], 0
     with pq.ParquetWriter(path, arrow_schema(table), compression="zstd", write_page_checksum=True, store_schema=True) as writer:
-        for rows in _sorted_batches(cut, table):
+        for rows in sorted_batches(cut, table):
             for start in range(0, len(rows), 64):
                 part = rows.slice(start, 64)
                 held.append(part)

@@ -21,6 +21,7 @@ from molt.log.checked import is_gone
 from molt.log.core import LogCore
 from molt.log.digest import merkle_root, row_digests
 from molt.log.holds import holders
+from molt.log.portions import WEIGHT
 from molt.log.rows import Event, event, to_arrow
 from molt.log.table import LogTable, storable
 from molt.log.tombstone import KIND, runs_of, tombstones_of
@@ -46,8 +47,6 @@ _LOOK_ROWS = 64
 """Rows at a time when a held version is looked at."""
 _PART_BYTES = 256 << 20
 """Content that is emptied at a time."""
-_WEIGHT = {"payloads": ("size_bytes", 1), "segments": ("n_tokens", 8), "scores": ("n_sampled", 24)}
-"""By table: the column that says how heavy a row is, and bytes for each."""
 _TABLE = {Family.ROUTING: "payloads", Family.PAYLOADS: "payloads", Family.SCORES: "scores", Family.TOKENS: "segments"}
 HEAVY = {
     "payloads": ("data",),
@@ -245,7 +244,7 @@ def _empty(core: LogCore, table: str, where: str, *, family: str, reason: str, r
     """Write tombstones, rewrite the rows, drop the versions that held them; a bounded number of bytes at a time."""
     core.roll_forward()
     held = core.tables[table]
-    column, width = _WEIGHT[table]
+    column, width = WEIGHT[table]
     light = held.dataset.to_table(columns=["lsn", column], filter=where).sort_by("lsn")
     lsns, weights = light["lsn"].to_pylist(), [width * number for number in light[column].to_pylist()]
     num_rows = size = 0

@@ -18,12 +18,10 @@ from molt.log.cut import Cut
 from molt.log.digest import merkle_root, row_digests
 from molt.log.heal import check_version, manifest_name, manifests
 from molt.log.home import Home, home_at
+from molt.log.portions import reading
 from molt.log.reader import LogReader
 from molt.log.tombstone import KIND, LOST, Tombstones, runs_of, tombstones_of
 from molt.schema import TABLES
-
-_BATCH_ROWS, _BATCH_BLOBS = 2048, 64
-"""Rows at a time; fewer of payloads, which may be megabytes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +73,7 @@ class TableScan:
 
 def fragment_rows(dataset: lance.LanceDataset, fragment: lance.LanceFragment, table: str) -> Iterator[pa.RecordBatch]:
     """Every row of a fragment with all its content, a bounded number at a time."""
-    options: dict[str, Any] = {"batch_size": _BATCH_ROWS}
-    if table == "payloads":
-        options = {"batch_size": _BATCH_BLOBS, "blob_handling": "all_binary"}
-    for batch in dataset.scanner(fragments=[fragment], **options).to_batches():
+    for batch in dataset.scanner(fragments=[fragment], **reading(dataset, table, [fragment])).to_batches():
         yield one_batch(pa.Table.from_batches([batch]))
 
 

@@ -18,9 +18,10 @@ from lance.fragment import write_fragments
 
 from molt.errors import LogError
 from molt.log.core import existing_core
-from molt.log.export import export_log
+from molt.log.export import export_log, import_log, sorted_batches
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
+from molt.log.retention import redact_rollout
 from molt.log.rows import Payload
 from molt.log.store import Store
 from molt.log.table import FORMAT
@@ -173,6 +174,31 @@ def test_compaction_memory_is_bounded_by_bytes_not_by_the_table(run_dir: Path, f
             producer.append_sync(payloads=[blob], segments=[make_segment(index)])
         grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mib < 240  # 300 MiB went through
+
+
+def test_rows_that_were_rewritten_are_exported_in_order_and_a_bounded_number_of_bytes_at_a_time(
+    run_dir: Path, tmp_path: Path, fast: Fast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 60 segments of 50 tokens, 8 bytes each, and one of 3,000 a portion of 4,000 bytes holds ten, and the long one alone."""
+    images = [Payload(kind="image", data=bytes([index]) * 3000) for index in range(4)]
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        segments = [make_segment(index, prompt=2, sampled=2998 if index == 30 else 48) for index in range(61)]
+        Producer(writer, "p").append_sync(segments=segments, payloads=images)
+    with existing_core(run_dir) as core:
+        redact_rollout(core, "e0-p10/0/0", reason="asked")  # its row is written anew, behind the others
+    for module in ("portions", "export"):
+        monkeypatch.setattr(f"molt.log.{module}.PORTION_BYTES", 4000)
+    cut = LogReader.open(run_dir).cut()
+    parts = {name: [rows["lsn"].to_pylist() for rows in sorted_batches(cut, name)] for name in ("segments", "payloads")}
+    lsns = list(itertools.chain.from_iterable(parts["segments"]))
+    assert lsns == sorted(lsns) and len(lsns) == 61 and max(map(len, parts["segments"])) == 10
+    assert [part for part in parts["segments"] if lsns[30] in part] == [[lsns[30]]]
+    assert [len(part) for part in parts["payloads"]] == [1, 1, 1, 1]
+    assert list(map(len, LogReader.open(run_dir).cut().batches(where=f"lsn <> {lsns[10]}"))) == [1] * 60  # by the heaviest
+    assert verify_log(run_dir).is_clean
+    export_log(run_dir, tmp_path / "export")
+    import_log(tmp_path / "export", tmp_path / "again", store="process")
+    assert verify_log(tmp_path / "again").root == verify_log(run_dir).root
 
 
 def test_exported_row_groups_are_bounded_and_read_back_in_pieces(run_dir: Path, tmp_path: Path, fast: Fast) -> None:
