@@ -30,7 +30,7 @@ Send = Callable[[], Awaitable[None]]
 
 _LOG = logging.getLogger(__name__)
 MAX_REPLACEMENTS = 3
-"""New engines in place of one that was asked for."""
+"""New engines one after another in the same place of which none took a refit with the others."""
 _PROBE_LIMIT_S = 60.0
 _LOOK_S = 0.05
 
@@ -51,6 +51,10 @@ class Berth:
     """Why it is out of service for good."""
     num_replaced: int = 0
     """Engines before it in its place."""
+    num_failed: int = 0
+    """Those that ended one after another just before it, and had not settled."""
+    is_settled: bool = False
+    """It took a refit with the others: what ends it now has nothing to do with what ended the one before."""
 
     @property
     def is_serving(self) -> bool:
@@ -125,8 +129,11 @@ class Fleet:
         berth.death = why
         berth.handle.kill()
         _LOG.warning("engine %s is out of service: %s", name, why)
-        if berth.num_replaced < MAX_REPLACEMENTS:
-            self._coming[name] = asyncio.create_task(self._replace(berth), name=f"replace {name}")
+        self._try_again(berth)
+
+    def _try_again(self, berth: Berth) -> None:
+        if berth.is_settled or berth.num_failed < MAX_REPLACEMENTS:
+            self._coming[berth.spec.name] = asyncio.create_task(self._replace(berth), name=f"replace {berth.spec.name}")
 
     async def _replace(self, old: Berth) -> None:
         """Start an engine in place of one that is gone; it serves once it has the newest weights."""
@@ -134,7 +141,8 @@ class Fleet:
         spec = replace(old.spec, name=f"{old.spec.name.partition('+')[0]}+{number}")
         try:
             await self._is_awake.wait()
-            berth = Berth(spec=spec, handle=self._launch(spec), is_stale=True, num_replaced=number)
+            num_failed = 1 if old.is_settled else old.num_failed + 1
+            berth = Berth(spec=spec, handle=self._launch(spec), is_stale=True, num_replaced=number, num_failed=num_failed)
             await berth.handle.start()
             async with self._one_refit:
                 self.berths[spec.name] = berth
@@ -154,6 +162,7 @@ class Fleet:
             berth.death = f"it did not start in place of {old.spec.name}: {error}"
             berth.handle.kill()
             _LOG.warning("engine %s: %s", spec.name, berth.death)
+            self._try_again(berth)
         finally:
             del self._coming[old.spec.name]
 
@@ -229,6 +238,7 @@ class Fleet:
             raise RefitError("; ".join(f"{name}: {error}" for name, error in failed.items()) or "no engine is alive")
         for name in good:
             self.berths[name].is_stale = self.berths[name].is_newcomer = False
+            self.berths[name].is_settled = True
         self.policy_version, self._source = source.policy_version, source
         verify_s = max(report.verify_s for report in good.values())
         return RefitTimes(

@@ -242,11 +242,31 @@ async def test_replacements_end_and_the_cause_is_told() -> None:
         await fleet.take_berth()
 
 
-async def test_a_replacement_that_does_not_start_is_told() -> None:
+async def test_replacements_of_an_engine_that_took_a_refit_are_counted_anew() -> None:
+    harbour = Harbour()
+    fleet = await started(1, harbour)
+    name = "e0"
+    for number in range(1, 3 * MAX_REPLACEMENTS):
+        fleet.retire(name, f"death {number}")
+        await asyncio.sleep(0.01)
+        name = f"e0+{number}"
+        if number % MAX_REPLACEMENTS == 0:
+            await fleet.refit(source(number), pause_mode="keep")
+    assert (await fleet.take_berth()).spec.name == name
+
+
+async def test_a_replacement_that_does_not_start_is_tried_again() -> None:
     harbour = Harbour(e0_1=EngineError("no memory"))
     fleet = await started(1, harbour)
     fleet.retire("e0", "it hangs")
-    with pytest.raises(EngineError, match="no memory"):
+    assert (await fleet.take_berth()).spec.name == "e0+2"
+
+
+async def test_replacements_that_never_start_are_told() -> None:
+    harbour = Harbour(**{f"e0_{number}": EngineError(f"no memory {number}") for number in range(1, MAX_REPLACEMENTS + 1)})
+    fleet = await started(1, harbour)
+    fleet.retire("e0", "it hangs")
+    with pytest.raises(EngineError, match=f"no memory {MAX_REPLACEMENTS}"):
         await fleet.take_berth()
 
 
