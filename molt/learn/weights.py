@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from molt.learn.claim import claim
 from molt.learn.policy import SENT_DTYPES, Policy
 from molt.rollout.engine import WeightSource
 from molt.rollout.transfer import NcclSender, Offer, offer_ipc
@@ -82,6 +83,8 @@ class Publisher:
         self.gpus_per_engine = gpus_per_engine
         self.host = host
         self.limit_s = limit_s
+        self._claim: int | None = None
+        """What holds the folder of weights as this process's own."""
         self._offer: Offer | None = None
         self._sender: NcclSender | None = None
         """On rank 0."""
@@ -101,6 +104,8 @@ class Publisher:
         if dist.get_rank() != 0:
             return None
         if self.transport == "file":
+            if self._claim is None:
+                self._claim = claim(folder)
             return write_weights(tensors, policy_version=version, folder=folder, digests=digests(facts))
         self._offer = offer_ipc(tensors, policy_version=version, digests=digests(facts))
         return self._offer.source
