@@ -134,8 +134,7 @@ class Crew:
             found = await self._look(station)
             if found is not None and found.seconds >= _STANDSTILL_S and station in self._stations:
                 station.standstill = found
-                await self._tell(station, found)
-                await self._replace(station)
+                await asyncio.gather(self._tell(station, found), self._replace(station))
 
     async def _look(self, station: Station) -> Standstill | None:
         import ray

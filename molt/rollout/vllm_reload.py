@@ -26,7 +26,7 @@ def _restore_layers(model: Any) -> None:
         info = layerwise.get_layerwise_info(layer)
         if info.kernel_tensors is not None:
             layerwise._place_kernel_tensors(layer, info)
-        if info.kernel_tensors is not None or info.can_load():
+        if info.kernel_tensors is not None or info.load_numel_total is not None:
             info.reset()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
