@@ -36,7 +36,7 @@ class Tokenizer:
         self.digest = digest
         """blake2b-128 hex of the tokenizer files, and of an image processor's."""
         self.end_ids = tuple(end_ids)
-        """Ids that end a generation by the model's own generation_config.json."""
+        """Ids that end a generation by the model's own generation_config.json or config.json."""
         # Every call of a rollout renders the whole chat again, and the members of a group share their prompt.
         self._encoded = lru_cache(maxsize=256)(self._encode)
 
@@ -127,13 +127,18 @@ class Tokenizer:
 
 
 def _end_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end a generation, by generation_config.json or, where it names none, by config.json."""
     import orjson
 
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return ()
-    try:
-        ids = orjson.loads(file.read_bytes()).get("eos_token_id")
-    except (orjson.JSONDecodeError, AttributeError) as error:
-        raise SettingError(f"{file} is not a JSON object ({error}); mend or remove it") from error
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if not file.is_file():
+            continue
+        try:
+            said = orjson.loads(file.read_bytes())
+            found = [part.get("eos_token_id") for part in (said, said.get("text_config") or {})]
+        except (orjson.JSONDecodeError, AttributeError) as error:
+            raise SettingError(f"{file} is not a JSON object ({error}); mend or remove it") from error
+        for ids in found:
+            if ids is not None:
+                return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()

@@ -83,7 +83,17 @@ def test_digest_changes_with_the_files(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "a").digest != Tokenizer.load(tmp_path / "b").digest
 
 
-def test_ends_of_the_generation_config_end_a_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "stops"),
+    [
+        ({"generation_config.json": '{"eos_token_id": [1, 5]}', "config.json": '{"eos_token_id": 3}'}, (1, 5)),
+        ({"generation_config.json": "{}", "config.json": '{"eos_token_id": [1, 3]}'}, (1, 3)),
+        ({"config.json": '{"text_config": {"eos_token_id": 3}}'}, (1, 3)),
+        ({"config.json": '{"model_type": "qwen3"}'}, (1,)),
+    ],
+)
+def test_ends_that_the_model_names_end_a_call(tmp_path: Path, files: dict[str, str], stops: tuple[int, ...]) -> None:
     make_tokenizer(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
-    assert ChatRenderer(Tokenizer.load(tmp_path)).stop_token_ids == (1, 5)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert ChatRenderer(Tokenizer.load(tmp_path)).stop_token_ids == stops
