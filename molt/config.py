@@ -228,7 +228,7 @@ class RewardSettings(Room):
     """Tokens before data.max_len in which a linear penalty grows to overlong_penalty; 0 is off."""
     overlong_penalty: float = Field(1.0, ge=0)
     stop_properly_penalty: float | None = None
-    """Factor on the reward of a truncated rollout; off when absent."""
+    """Factor on the reward of a truncated rollout where it is above 0; off when absent."""
     filter_range: tuple[float, float] | None = None
     """Dynamic filtering: keep groups whose mean outcome lies strictly inside."""
 

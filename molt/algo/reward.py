@@ -26,6 +26,8 @@ class ShapedBatch:
 def shape_rewards(batch: RaggedBatch, settings: AlgoSettings, *, max_len: int) -> ShapedBatch:
     """Reward after, in this order: clip to the range, factor on truncated rollouts, overlong penalty.
 
+    The factor is on a reward above 0: a negative one would come nearer to 0 by it, and being cut would pay.
+
     Overlong (DAPO, arXiv 2503.14476, 3.4): with n tokens in the rollout's longest segment, L = max_len and B the buffer, subtract
     penalty * clip((n - (L - B)) / B, 0, 1). An unscored rollout (NaN) stays unscored. max_len is data.max_len.
     """
@@ -37,7 +39,7 @@ def shape_rewards(batch: RaggedBatch, settings: AlgoSettings, *, max_len: int) -
         metrics["num_clipped"] = float((batch.is_scored_R & (clipped_R != shaped_R)).sum())
         shaped_R = clipped_R
     if reward.stop_properly_penalty is not None:
-        shaped_R = torch.where(batch.is_truncated_R, shaped_R * reward.stop_properly_penalty, shaped_R)
+        shaped_R = torch.where(batch.is_truncated_R & (shaped_R > 0), shaped_R * reward.stop_properly_penalty, shaped_R)
         metrics["num_stopped_improperly"] = float(batch.is_truncated_R.sum())
     if reward.overlong_buffer > 0:
         over_R = (batch.longest_R.double() - (max_len - reward.overlong_buffer)) / reward.overlong_buffer

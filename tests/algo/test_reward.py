@@ -42,6 +42,8 @@ def test_a_truncated_rollout_keeps_a_part_of_its_reward():
     rollouts = [{"group": "a", "reward": 1.0, "segments": [1], "truncated": t} for t in (True, False)]
     found = shaped(rollouts, stop_properly_penalty=0.25)
     assert found.batch.reward_R.tolist() == [0.25, 1.0]
+    failures = [row | {"reward": -1.0} for row in rollouts]  # a factor would make the failure that was cut the better one
+    assert shaped(failures, stop_properly_penalty=0.25).batch.reward_R.tolist() == [-1.0, -1.0]
     assert found.metrics["num_stopped_improperly"] == 1
 
 
