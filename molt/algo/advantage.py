@@ -3,7 +3,8 @@
 Rules that hold for every estimator:
     results are computed in float64 over the whole batch and rounded to float32 once, so no cut of a batch changes them
     a rollout without reward (NaN) enters no statistic and gets exactly 0, unless the estimator reads no reward
-    a group of one scored rollout, and a group of equal rewards, get exactly 0 from every group baseline
+    a group of one scored rollout, and a group of equal rewards, get exactly 0 from every group baseline; whitening, where it is on
+    (reinforce_baseline), then moves them with the rest of the batch
     a token that may not train gets exactly 0 and is transparent in time; a batch without trainable tokens gets all 0
     an infinite reward, and any advantage that is not finite, is refused: NonFiniteError
 """

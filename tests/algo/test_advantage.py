@@ -38,6 +38,17 @@ def test_reinforce_baseline_whitens_over_the_batch():
     close(advantages("reinforce_baseline", rollouts), [0.75 / 0.1875**0.5] + [-0.25 / 0.1875**0.5] * 3)
 
 
+def test_whitening_moves_a_group_of_equal_rewards_with_the_rest():
+    # Centred: 0.5 at one token, -0.5 at three, 0 at the two of group b. Mean -1/6, variance 1/6 - 1/36 = 5/36: 4, -2 and 1 over sqrt(5).
+    rollouts = [
+        {"group": "a", "reward": 1.0, "segments": [1]},
+        {"group": "a", "reward": 0.0, "segments": [3]},
+        *group([1.0, 1.0], name="b"),
+    ]
+    root = 5**0.5
+    close(advantages("reinforce_baseline", rollouts), [4 / root, *[-2 / root] * 3, 1 / root, 1 / root])
+
+
 def test_other_groups_do_not_move_a_group():
     alone = advantages("grpo", group([1.0, 0.0, 0.0]))
     beside = advantages("grpo", group([1.0, 0.0, 0.0]) + group([5.0, -5.0], name="b"))
