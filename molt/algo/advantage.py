@@ -37,7 +37,9 @@ class Advantages:
     advantages_T: Tensor
     """float32: 0 at tokens that may not reach the gradient."""
     returns_T: Tensor | None
-    """float32: targets of the critic; None without one."""
+    """float32: targets of the critic, where is_counted_T is true; None without one."""
+    is_counted_T: Tensor
+    """bool: tokens that may reach the gradient and whose rollout counts."""
     metrics: dict[str, float]
 
 
@@ -90,6 +92,7 @@ def compute_advantages(
     return Advantages(
         advantages_T=advantages_T,
         returns_T=None if returns_T is None else returns_T.float(),
+        is_counted_T=inputs.is_counted_T,
         metrics=_metrics(batch, inputs, advantages_T),
     )
 

@@ -105,7 +105,7 @@ class Critic:
                 values,
                 step.columns.values[number].to(device),
                 step.known.returns_of(batch).to(device),
-                step.known.scale_of(batch).to(device),
+                step.known.value_scale_of(batch).to(device),
                 clip=self.config.critic.value_clip,
             )
             output.loss.backward()

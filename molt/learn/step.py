@@ -54,6 +54,10 @@ class WholeBatch:
         """Loss scale of one micro-batch. # (N,)"""
         return self.of(self.scale_T, batch)
 
+    def value_scale_of(self, batch: MicroBatch) -> torch.Tensor:
+        """Loss scale of the critic: 0 also at tokens of rollouts without a reward, which have no return. # (N,)"""
+        return torch.where(self.of(self.advantages.is_counted_T, batch), self.scale_of(batch), 0.0)
+
     def returns_of(self, batch: MicroBatch) -> torch.Tensor:
         """Targets of the critic of one micro-batch. # (N,)"""
         assert self.advantages.returns_T is not None, "the estimator made no returns"

@@ -41,7 +41,7 @@ class SupervisedRank(PolicyRank):
         count = step.plan.n_sampled
         ones_T = torch.ones(count)
         return WholeBatch(
-            advantages=Advantages(advantages_T=ones_T, returns_T=None, metrics={}),
+            advantages=Advantages(advantages_T=ones_T, returns_T=None, is_counted_T=ones_T > 0, metrics={}),
             scale_T=ones_T / max(count, 1),
             offsets=exchange.token_offsets(step.plan),
             metrics={},

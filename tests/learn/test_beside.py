@@ -42,6 +42,15 @@ def test_critic_learns_the_returns_and_the_actor_follows(model: Path) -> None:
     assert all(float(values.abs().max()) == 0 for values in first.columns.values)
 
 
+def test_rollouts_without_a_reward_are_no_targets_of_the_critic(model: Path) -> None:
+    rows, config = make_rows(4), make_config(model, algo={"advantage": {"estimator": "gae"}}, critic={"learning_rate": 1e-2})
+    rank = with_beside(make_rank(config, rows), config)
+    result = rank.train(make_plan(rows, rewards=[1.0, 0.0, None, None]))
+    # Values are 0, returns 1 at n tokens and 0 at m: squared error p = n / (n + m), variance p (1 - p), so 1 - 1 / (1 - p) = -n / m.
+    n, m = (int(row.is_sampled.sum()) for row in rows[:2])
+    assert result.metrics["explained_variance"] == pytest.approx(-n / m, rel=1e-6)
+
+
 def test_actor_stands_still_while_the_critic_warms_up(model: Path) -> None:
     rows, config = make_rows(4), gae_config(model, warmup_steps=2)
     rank = with_beside(make_rank(config, rows), config)

@@ -108,7 +108,7 @@ def make_rows(count: int, *, seed: int = 0, version: int = 0) -> list[Row]:
 
 
 def make_plan(
-    rows: Sequence[Row], *, step: int = 0, num_ranks: int = 1, micro_batch_tokens: int = 64, rewards: Sequence[float] | None = None
+    rows: Sequence[Row], *, step: int = 0, num_ranks: int = 1, micro_batch_tokens: int = 64, rewards: Sequence[float | None] | None = None
 ) -> StepPlan:
     """A plan over those rows; rewards alternate 1 and 0 within a group unless given."""
     segments = tuple(
