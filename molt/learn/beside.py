@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -60,7 +60,7 @@ class FrozenModel:
                 f"reference.model_name_or_path={path}, its vocabulary has {own} entries, the policy's {num_entries}; they must share it"
             )
         self.device = mesh.device
-        self.scorer: Any = shard(scorer.requires_grad_(False), actor, fsdp, mesh)
+        self.scorer = cast(Any, shard(scorer.requires_grad_(False), actor, fsdp, mesh))
         if fsdp.packing_check:
             refuse_leaks(self._score, self.scorer.lm.config, path=path, attention=fsdp.attn_implementation)
             self.scorer.reshard()
