@@ -31,6 +31,8 @@ _STANDSTILL_S = 10.0
 _LOOK_S = 2.0
 _LOOK_LIMIT_S = 20.0
 _START_LIMIT_S = 300.0
+_NUM_STARTS = 3
+"""Times that a worker is started which dies before it is there."""
 _CANCEL_LIMIT_S = 25.0
 _STOP_LIMIT_S = 10.0
 
@@ -71,29 +73,37 @@ class Crew:
         await asyncio.gather(*(station.ready for station in self._stations))
 
     def _hire(self) -> Station:
+        name = f"worker-{self._num_hired}"
+        self._num_hired += 1
+        actor = self._launch(name)
+        station = Station(name=name, actor=actor, ready=asyncio.get_running_loop().create_future())
+        station.ready = asyncio.ensure_future(self._ready(station))
+        station.watching = asyncio.create_task(self._watch(station), name=f"watch {name}")
+        return station
+
+    def _launch(self, name: str) -> Any:
         import ray
 
         from molt.rollout.worker import RolloutWorker
 
-        name = f"worker-{self._num_hired}"
-        self._num_hired += 1
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000, "max_restarts": 0, "concurrency_groups": {"watch": 1}}
-        actor = ray.remote(**options)(RolloutWorker).remote(name, self._config, sink=self._sink, model_path=self._model_path)
-        station = Station(name=name, actor=actor, ready=asyncio.ensure_future(self._ready(name, actor)))
-        station.watching = asyncio.create_task(self._watch(station), name=f"watch {name}")
-        return station
+        return ray.remote(**options)(RolloutWorker).remote(name, self._config, sink=self._sink, model_path=self._model_path)
 
-    async def _ready(self, name: str, actor: Any) -> None:
+    async def _ready(self, station: Station) -> None:
+        """Return once a worker has started; one that dies meanwhile is started again, a few times."""
         import ray
 
-        try:
-            await asyncio.wait_for(actor.start.remote(), _START_LIMIT_S)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, MoltError):
-                raise error.cause from error
-            raise EngineError(f"{name} does not start: {type(error.cause).__name__}: {error.cause}") from error
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise EngineError(f"{name} does not start: {type(error).__name__}: {error}") from error
+        for number in range(1, _NUM_STARTS + 1):
+            try:
+                return await asyncio.wait_for(station.actor.start.remote(), _START_LIMIT_S)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, MoltError):
+                    raise error.cause from error
+                raise EngineError(f"{station.name} does not start: {type(error.cause).__name__}: {error.cause}") from error
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                if isinstance(error, TimeoutError) or number == _NUM_STARTS:
+                    raise EngineError(f"{station.name} does not start: {type(error).__name__}: {error}") from error
+                station.actor = self._launch(station.name)
 
     async def run(self, task: RolloutTask, engine: Engine) -> RolloutDone | RolloutFailed:
         """Run one rollout against the engine that it names. LogError when the log does not take its segments: that ends the run."""

@@ -241,8 +241,22 @@ async def test_a_worker_that_dies_loses_its_rollouts_to_a_new_one(shared: Rig) -
     await shared.pool.dispatch(group(50, "die"))
     ended = await shared.pool.next(LIMIT_S)
     assert {item.reason for item in ended.failed} == {FailureReason.ATTEMPT_LOST}
+    # Its worker cannot say what it had sampled; the engine can.
+    assert any(int(str(body["n_sampled"])) > 0 for body in shared.events("rollout_failed", "e0-p50"))
     await shared.pool.dispatch(group(51))
     assert len((await shared.pool.next(LIMIT_S)).done) == 2
+
+
+async def test_a_worker_that_dies_while_it_starts_is_started_again(shared: Rig) -> None:
+    import ray
+
+    hired = shared.pool._crew._hire()
+    ray.kill(hired.actor)
+    await hired.ready
+    assert await hired.actor.cancel.remote("none") is None  # it answers
+    assert hired.watching is not None
+    hired.watching.cancel()
+    ray.kill(hired.actor)
 
 
 async def test_rollouts_wait_until_the_agent_of_a_new_worker_has_started(shared: Rig) -> None:
