@@ -30,6 +30,8 @@ from molt.rollout.spec import EngineSpec, make_engine
 T = TypeVar("T")
 _BEAT_S = 2.0
 _CONTROL_LIMIT_S = 30.0
+_NUM_NOTED = 1 << 16
+"""Rollouts whose tokens an engine remembers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,10 @@ class EngineActor:
         self._idle.set()
         self._held: dict[str, asyncio.Event] = {}
         """Calls at the gate; set once nobody wants them any more."""
+        self._running: dict[str, int] = {}
+        """Calls inside the engine, and how many wait for the answer of each."""
+        self._sampled: dict[str, int] = {}
+        """Tokens of finished calls by rollout, the newest last: a worker that is gone can no longer say."""
         self._num_in_flight = 0
         self._num_finished = 0
         self._is_paused = False
@@ -73,13 +79,38 @@ class EngineActor:
             raise EngineError(f"engine {self._spec.name} is out of service: {self._refusal}")
         self._num_in_flight += 1
         self._idle.clear()
+        self._running[request_id] = self._running.get(request_id, 0) + 1
         try:
-            return await self._engine.generate(request_id, prompt_ids, sampling, images)
+            generation = await self._engine.generate(request_id, prompt_ids, sampling, images)
+            if self._running[request_id] == 1:
+                self._note(_rollout_of(request_id), len(generation.token_ids))
+            return generation
         finally:
+            self._running[request_id] -= 1
+            if not self._running[request_id]:
+                del self._running[request_id]
             self._num_in_flight -= 1
             self._num_finished += 1
             if self._num_in_flight == 0:
                 self._idle.set()
+
+    def _note(self, rollout_id: str, n_sampled: int) -> None:
+        self._sampled[rollout_id] = self._sampled.pop(rollout_id, 0) + n_sampled
+        while len(self._sampled) > _NUM_NOTED:
+            del self._sampled[next(iter(self._sampled))]
+
+    async def close_rollout(self, rollout_id: str) -> int:
+        """Cut what still runs of a rollout that nobody goes on with; returns the tokens of all of its calls."""
+
+        def left() -> list[str]:
+            return [name for name in (*self._running, *self._held) if _rollout_of(name) == rollout_id]
+
+        for request_id in left():
+            await self.abort(request_id)
+        until = time.monotonic() + _BEAT_S
+        while left() and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        return self._sampled.pop(rollout_id, 0)
 
     async def _is_let_in(self, request_id: str) -> bool:
         """Wait at the gate; False as soon as the call was aborted there."""
@@ -221,6 +252,10 @@ class EngineHandle:
         """End one request early."""
         await self._ask("abort", self._actor.abort.remote(request_id), _CONTROL_LIMIT_S)
 
+    async def close_rollout(self, rollout_id: str) -> int:
+        """Cut what still runs of a rollout that nobody goes on with; returns the tokens of all of its calls."""
+        return await self._ask("close_rollout", self._actor.close_rollout.remote(rollout_id), _CONTROL_LIMIT_S)
+
     async def pause(self, mode: str = "keep") -> int:
         """Hold generation: keep, abort, or wait for running calls."""
         limit = self.spec.refit_timeout_s + _BEAT_S if mode == "wait" else min(self.spec.refit_timeout_s, _CONTROL_LIMIT_S)
@@ -317,6 +352,11 @@ class EngineHandle:
                     )
                 )
                 return
+
+
+def _rollout_of(request_id: str) -> str:
+    """The rollout that a call belongs to: group, member and try begin its name."""
+    return "/".join(request_id.split("/", 3)[:3])
 
 
 async def _told(name: str, reference: Awaitable[T]) -> T:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from molt.log.rows import Event, event
 from molt.placement import Seat
 from molt.rollout.crew import Crew
 from molt.rollout.engine import EngineInfo, WeightSource
+from molt.rollout.engine_actor import EngineHandle
 from molt.rollout.fleet import Fleet, Send
 from molt.rollout.spec import engine_specs
 from molt.rollout.tasks import (
@@ -262,13 +264,15 @@ class RolloutPool:
         except asyncio.CancelledError:
             outcome = await self._crew.cancel(task)
             if isinstance(outcome, RolloutFailed):
-                await self._tell_failed(outcome, is_final=False)  # a resumed run tries it again
+                await self._tell_failed(await _counted(outcome, berth.handle), is_final=False)  # a resumed run tries it again
             raise
         finally:
             berth.num_rollouts -= 1
         if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ATTEMPT_LOST and self._run_dir is not None:
             found = await asyncio.to_thread(self._find, task)
             outcome = found or outcome
+        if isinstance(outcome, RolloutFailed):
+            outcome = await _counted(outcome, berth.handle)
         if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ENGINE_ERROR:
             is_alive = await self._fleet.examine(task.engine)
             _LOG.warning(
@@ -305,6 +309,16 @@ class RolloutPool:
         except asyncio.CancelledError:
             await asyncio.wait({sending})
             raise
+
+
+async def _counted(outcome: RolloutFailed, engine: EngineHandle) -> RolloutFailed:
+    """With the tokens that the engine sampled for it, where no worker is left that says so."""
+    if outcome.n_sampled:
+        return outcome
+    try:
+        return replace(outcome, n_sampled=await engine.close_rollout(outcome.rollout_id))
+    except EngineError:
+        return outcome
 
 
 async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, RolloutDone | RolloutFailed]]) -> list[RolloutDone | RolloutFailed]:

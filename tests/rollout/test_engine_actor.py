@@ -172,6 +172,21 @@ async def test_a_call_that_is_given_up_while_a_refit_holds_it_never_begins(sessi
     await handle.stop()
 
 
+async def test_calls_of_a_rollout_whose_worker_is_gone_are_cut_and_their_tokens_told(session: None) -> None:
+    handle = launched(replace(SPEC, name="counting", request_timeout_s=60.0))
+    await handle.start()
+    await asyncio.gather(*(handle.generate(f"g/0/0/{turn}/0", [1], sampling(0)) for turn in range(2)))
+    await handle.generate("g/0/1/0/0", [1], sampling(0))
+    twice = [asyncio.create_task(handle.generate("g/0/0/2/0", [1], sampling(3))) for _ in range(2)]  # one that joins the other
+    async with asyncio.timeout(30):
+        while (await handle.health()).num_in_flight < 2:
+            await asyncio.sleep(0.01)
+    assert await handle.close_rollout("g/0/0") == 3  # a token of each of two turns, and of the one that was cut
+    assert [call.finish_reason for call in await asyncio.gather(*twice)] == [FinishReason.ABORT] * 2
+    assert (await handle.close_rollout("g/0/0"), await handle.close_rollout("g/0/1")) == (0, 1)
+    await handle.stop()
+
+
 async def test_an_engine_out_of_service_refuses_until_it_resumes(handle: EngineHandle) -> None:
     await handle.refuse("it missed a refit")
     with pytest.raises(EngineError, match="out of service: it missed a refit"):
