@@ -300,7 +300,7 @@ class CkptSettings(Room):
     """Checkpoints."""
 
     output_dir: str | None = None
-    """Folder for the exported Hugging Face model at the end; <run>/checkpoints/final when absent."""
+    """Folder for the exported Hugging Face model at the end, new, empty or an earlier export; <run>/checkpoints/final when absent."""
     save_interval: int = Field(0, ge=0)
     """Steps between checkpoints; 0 is at the end only."""
     keep: int = Field(2, gt=0)

@@ -17,6 +17,10 @@ GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 """Estimators that compare the rollouts of one group; with one rollout in it every advantage is 0."""
 
 
+EXPORTED = ".molt-export"
+"""A file in every exported model: a folder that holds it may be replaced by the next one."""
+
+
 def check(config: Config) -> None:
     """Refuse settings that contradict each other. Every finding is a line of one SettingError."""
     findings = [*_batches(config), *_staleness(config), *_algorithm(config), *_engine(config), *_idle(config), *_mesh(config)]
@@ -26,8 +30,14 @@ def check(config: Config) -> None:
 
 def check_inputs(config: Config) -> None:
     """Refuse a training run whose model, prompts or agent are absent, before anything is written."""
-    findings = [*_model_folder(config), *_files(config)]
+    findings = [*_model_folder(config), *_files(config), *_output(config)]
     if findings:
+        raise SettingError("\n".join(findings))
+
+
+def check_output(config: Config) -> None:
+    """Refuse a folder for the exported model that holds something else: the export replaces it whole."""
+    if findings := list(_output(config)):
         raise SettingError("\n".join(findings))
 
 
@@ -205,6 +215,20 @@ def _files(config: Config) -> Iterator[str]:
             yield f"data.{name} is not given; give --data.{name} FILE (JSONL, Parquet or a Hugging Face data set folder)"
         elif path is not None and not Path(path).exists():
             yield f"data.{name}={path}, no such file or folder; give JSONL, Parquet or a Hugging Face data set folder"
+
+
+def _output(config: Config) -> Iterator[str]:
+    given = config.ckpt.output_dir
+    if given is None:
+        return
+    folder, rooms = Path(given), ("actor", "critic", "reference")
+    models = {name: getattr(config, name).model_name_or_path for name in rooms}
+    if same := [name for name, path in models.items() if path is not None and Path(path).resolve() == folder.resolve()]:
+        yield f"ckpt.output_dir={given}, the export would replace {same[0]}.model_name_or_path; give another folder"
+    elif folder.exists() and not folder.is_dir():
+        yield f"ckpt.output_dir={given}, it is a file; give a new or empty folder for the exported model"
+    elif folder.is_dir() and any(folder.iterdir()) and not (folder / EXPORTED).is_file():
+        yield f"ckpt.output_dir={given}, it holds something that no run exported, and the export replaces it; give a new or empty folder"
 
 
 def _given(room: Room, name: str) -> bool:

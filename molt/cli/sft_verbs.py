@@ -14,6 +14,7 @@ from molt.config import Config
 from molt.machine import check_machine
 from molt.runs import open_run
 from molt.settings import check, config_digest, flatten, resolve
+from molt.settings_rules import check_output
 
 Settings = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 Files = Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative="")]
@@ -54,6 +55,7 @@ def sft(
     resolved = resolve(config, flags) if run is None else run.config(flags)
     # Nothing is generated, so the length of a model call says nothing about the data.
     check(resolved.model_copy(update={"rollout": resolved.rollout.model_copy(update={"max_new_tokens": 1})}))
+    check_output(resolved)
     program_path(pipeline)
     if dry_run:
         _print_dry_run(resolved, pipeline, as_json=json)

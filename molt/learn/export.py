@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from molt.learn.checkpoint import sync
+from molt.settings_rules import EXPORTED
 
 CARRIED = (
     "tokenizer",
@@ -46,6 +47,7 @@ def export(tensors: dict[str, torch.Tensor], config: dict[str, Any], *, source: 
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name.startswith(CARRIED) and not file.name.endswith(".safetensors"):
             shutil.copyfile(file, partial / file.name)
+    (partial / EXPORTED).touch()
     for file in partial.iterdir():
         sync(file)
     shutil.rmtree(target, ignore_errors=True)

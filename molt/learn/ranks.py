@@ -204,7 +204,7 @@ class RankGroup:
 
     async def export(self, target: str | Path) -> Path:
         """Write the policy as a Hugging Face folder."""
-        return Path((await self._ask("export", str(target)))[0])
+        return Path((await self._ask("export", str(Path(target).absolute())))[0])  # ranks may stand in another folder
 
     async def stop(self) -> None:
         """End the processes and free the published weights. Harmless when repeated."""

@@ -47,7 +47,13 @@ def test_export_in_bfloat16_declares_it_at_every_level(tmp_path: Path) -> None:
         sent_tensors(rank.policy), rank.policy.scorer.lm.config.to_dict(), source=source, target=tmp_path / "out", dtype=torch.bfloat16
     )
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    assert {file.name for file in folder.iterdir()} == {*beside, "config.json", "generation_config.json", "model.safetensors"}
+    assert {file.name for file in folder.iterdir()} == {
+        *beside,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        ".molt-export",
+    }
     with safe_open(next(folder.glob("*.safetensors")), "pt") as stored:
         assert {stored.get_tensor(name).dtype for name in stored.keys()} == {torch.bfloat16}  # noqa: SIM118 - not a dict
 

@@ -14,6 +14,7 @@ from molt.model_shape import ModelShape
 from molt.places import folder
 from molt.settings import RENAMED, check, config_digest, dump_toml, field_types, flatten, parse_flags, resolve
 from molt.settings_docs import describe
+from molt.settings_rules import check_output
 
 
 def write(path: Path, text: str) -> Path:
@@ -265,3 +266,22 @@ def test_layouts_that_the_model_does_not_allow_are_refused_from_its_config_alone
     (tmp_path / "config.json").write_text(json.dumps(shape | experts | {"vocab_size": 102, "max_position_embeddings": 64}))
     default = [] if "--data.max_len" in flags else ["--data.max_len", "64"]
     assert text in next(model_findings(resolve(flags=[*flags, *default]), ModelShape.read(tmp_path)))
+
+
+def test_folder_that_holds_something_else_is_not_given_to_the_exported_model(tmp_path: Path) -> None:
+    def given(folder: Path) -> Config:
+        return resolve([], ["--ckpt.output_dir", str(folder), "--actor.model_name_or_path", str(tmp_path / "model")])
+
+    for name in ("model", "empty", "exported", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    for name in ("model", "exported"):
+        (tmp_path / name / ".molt-export").touch()
+    for name in ("new", "empty", "exported"):
+        check_output(given(tmp_path / name))
+    with pytest.raises(SettingError, match=r"output_dir=.*notes, it holds something that no run exported"):
+        check_output(given(tmp_path / "notes"))
+    with pytest.raises(SettingError, match="it is a file"):
+        check_output(given(tmp_path / "notes" / "thesis.txt"))
+    with pytest.raises(SettingError, match=r"would replace actor\.model_name_or_path"):
+        check_output(given(tmp_path / "empty" / ".." / "model"))
