@@ -10,11 +10,10 @@ Three states of a reward are kept apart: a number (0.0 included), absent (no ste
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -156,7 +155,9 @@ class Result:
             value = getattr(self, name)
             if value is not None and not abs(value) <= LARGEST:
                 raise AgentError(f"Result({name}={value}), it must be finite as a float32; use unscorable=... when it cannot be graded")
-        json.dumps(dict(self.metrics))
+        for name, value in self.metrics.items():
+            if not isinstance(name, str) or not isinstance(value, SupportsFloat):
+                raise AgentError(f"Result(metrics={{{name!r}: {value!r}}}), metrics are numbers by name")
 
 
 class Env:

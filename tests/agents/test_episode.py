@@ -237,6 +237,9 @@ def test_result_that_says_nothing_is_refused() -> None:
     for reward in (float("nan"), float("-inf"), -1e39):  # the log would keep the last one as minus infinity
         with pytest.raises(AgentError, match="must be finite"):
             agents.Result(terminated=True, truncated=False, reward=reward)
+    with pytest.raises(AgentError, match=r"metrics=\{'tool': 'calc'\}\), metrics are numbers by name"):
+        agents.Result(terminated=True, truncated=False, metrics={"tool": "calc"})  # type: ignore[dict-item]
+    assert agents.Result(terminated=True, truncated=False, metrics={"share": np.float32(0.5)}).metrics == {"share": 0.5}
     with pytest.raises(AgentError, match="must be True or False"):
         agents.Result(terminated=None, truncated=False)  # type: ignore[arg-type]
 
