@@ -273,6 +273,18 @@ def test_rollout_that_trained_without_a_segment_is_found(log) -> None:
     assert log.rows("groups_complete") == [("e0-p0/0/0", "1 of 2 segments trained")]
 
 
+def test_groups_of_one_outcome_are_counted_by_step(log) -> None:
+    """Group 0: two failures with other rewards, one in two segments. 1: right and wrong. 2: equal, a third unscored. 3: no score."""
+    log.start()
+    told = {0: [(0.0, 0.0), (0.1, 0.0)], 1: [(1.0, 1.0), (0.1, 0.0)], 2: [(1.0, None), (1.0, None), (None, 0.0)], 3: [(None, None)]}
+    for place, members in told.items():
+        for member, (reward, outcome) in enumerate(members):
+            for index in range(2 if (place, member) == (0, 0) else 1):
+                fields = {"reward": reward, "outcome": outcome, "segment_index": index, "num_segments": 2}
+                log.consume(log.segment(f"e0-p{place}/{member}/0", **fields), place // 3)
+    assert log.rows("one_outcome") == [(0, 3, 2, 1), (1, 1, 1, 0)]
+
+
 def test_two_rewards_in_one_rollout_are_found(log) -> None:
     log.segment(num_segments=2, reward=1.0)
     log.segment(num_segments=2, segment_index=1, reward=0.0)
