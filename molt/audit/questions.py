@@ -24,6 +24,9 @@ IN_PARTS = "asked in parts"
 LAST_LINE = "select * from answer"
 PART_TOKENS = 1 << 20
 """Tokens in the segments of one part, at up to 300 bytes of lists each."""
+MOST_VALUES = 1 << 20
+"""In lists of an answer: a thousand segments of 300,000 tokens would be more Python numbers than a machine has."""
+_ROWS_AT_ONCE = 8
 WINDOW = ("first_segment", "last_segment", "first_score", "last_score")
 """Variables of the views full_segments and full_scores: the lsn that they begin and end at."""
 LIGHT = """
@@ -135,11 +138,16 @@ def windows(connection: duckdb.DuckDBPyConnection, segment_id: str | None) -> Ge
 
 
 def fetch(connection: duckdb.DuckDBPyConnection, name: str, sql: str, parameters: dict[str, Any], *, limit: int) -> Answer:
-    """Run one statement and take at most limit rows."""
+    """Run one statement and take at most limit rows; fewer where lists in them hold more than MOST_VALUES together."""
     cursor = connection.execute(sql, parameters or None)
     columns = tuple(column[0] for column in cursor.description or ())
-    rows = cursor.fetchmany(limit + 1)
-    return Answer(question=name, columns=columns, rows=rows[:limit], is_cut=len(rows) > limit)
+    rows: list[tuple[Any, ...]] = []
+    n_values = 0
+    while n_values <= MOST_VALUES and (part := cursor.fetchmany(min(_ROWS_AT_ONCE, limit + 1 - len(rows)))):
+        rows += part
+        n_values += sum(len(cell) for row in part for cell in row if isinstance(cell, list))
+    is_cut = len(rows) > limit or (n_values > MOST_VALUES and cursor.fetchone() is not None)
+    return Answer(question=name, columns=columns, rows=rows[:limit], is_cut=is_cut)
 
 
 def _comment_lines(text: str) -> list[str]:

@@ -21,13 +21,13 @@ select table_name, family, emptied_lsn, run[1] as first_lsn, run[2] as last_lsn 
 -- One row per segment that still holds its tokens, in the window that a part of a question looks at (molt.audit.questions); else all.
 create view full_segments as
 select * from segments
-where lsn between coalesce(getvariable('first_segment'), 0) and coalesce(getvariable('last_segment'), 9223372036854775807)
+where (getvariable('first_segment') is null or lsn between getvariable('first_segment') and getvariable('last_segment'))
     and not exists (select 1 from emptied where table_name = 'segments' and segments.lsn between first_lsn and last_lsn);
 
 -- One row per score that still holds its lists, in that window.
 create view full_scores as
 select * from scores
-where lsn between coalesce(getvariable('first_score'), 0) and coalesce(getvariable('last_score'), 9223372036854775807)
+where (getvariable('first_score') is null or lsn between getvariable('first_score') and getvariable('last_score'))
     and not exists (select 1 from emptied where table_name = 'scores' and scores.lsn between first_lsn and last_lsn);
 
 -- One row per segment that counts as consumed: the consumption rows of steps that no later attempt trained again.

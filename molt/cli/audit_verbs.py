@@ -63,8 +63,10 @@ def sql(run: str, question: str, *, at: str | None = None, limit: int = 1000, js
     name, pin = split_pin(run)
     answer = ask(run_place(name), question, at=at or pin, limit=limit)
     if json:
-        emit_json({"columns": answer.columns, "rows": [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]})
+        rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+        emit_json({"columns": answer.columns, "rows": rows, "is_cut": answer.is_cut})
     else:
         emit_table(answer.columns, answer.rows)
         if answer.is_cut:
-            print(f"(first {limit} rows; --limit for more)")
+            wayout = "--limit for more" if len(answer.rows) == limit else "their lists are long, select a part of each for more"
+            print(f"(first {len(answer.rows)} rows; {wayout})")

@@ -88,6 +88,14 @@ def test_rows_beyond_the_limit_are_cut_and_said(locked) -> None:
     assert (len(answer.rows), answer.is_cut) == (3, True)
 
 
+def test_long_lists_are_few_rows(locked, monkeypatch) -> None:
+    # Rows come eight at a time: after the first eight there are 8 * 1,000 values, more than allowed; with 8,000 allowed 16 rows.
+    for most, num_rows in ((7_999, 8), (8_000, 16), (1 << 20, 20)):
+        monkeypatch.setattr("molt.audit.questions.MOST_VALUES", most)
+        answer = ask_on(locked, "select range(1000) as x from range(20)")
+        assert (len(answer.rows), answer.is_cut) == (num_rows, num_rows < 20)
+
+
 @pytest.mark.parametrize("kind", sorted(event_kinds()))
 def test_every_kind_has_a_view_with_its_declared_types(locked, kind) -> None:
     described = {row[0]: row[1] for row in locked.execute(f"describe {kind}").fetchall()}

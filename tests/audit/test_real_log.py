@@ -161,6 +161,9 @@ def test_sql_verb_answers_in_a_table_and_in_json(run_dir, capsys) -> None:
         {"rollout_id": "e0-p0/0/0", "reward": 1.0},
         {"rollout_id": "e0-p1/0/0", "reward": 1.0},
     ]
+    for limit, is_cut in (("1", True), ("2", False)):
+        assert molt(["sql", str(run_dir), "from rollouts", "--limit", limit, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["is_cut"] is is_cut
     assert molt(["sql", str(run_dir), "failures"]) == 0
     out = capsys.readouterr().out
     assert "\\x1b[2J\\u202e" in out
