@@ -168,8 +168,11 @@ class Crew:
             station.met[name] = asyncio.ensure_future(station.actor.meet.remote(name, engine))
         await asyncio.shield(station.met[name])
 
-    async def cancel(self, task: RolloutTask) -> RolloutDone | RolloutFailed:
-        """End a rollout whose `run` was cancelled, and say how it ended: done if it was already on its way into the log."""
+    async def cancel(self, task: RolloutTask) -> RolloutDone | RolloutFailed | None:
+        """End a rollout whose `run` was cancelled, and say how it ended: done if it was already on its way into the log.
+
+        None: no worker knows of it; one that is gone may have put it into the log before.
+        """
         import ray
 
         for station in self._stations:
@@ -179,7 +182,7 @@ class Crew:
                 continue
             if found is not None:
                 return found
-        return failed_rollout(task, FailureReason.CANCELLED, "the run stops", is_retryable=False)
+        return None
 
     async def _replace(self, station: Station) -> None:
         """A new worker in place of one that is gone or hangs; several rollouts may notice, one replaces."""

@@ -40,6 +40,7 @@ from molt.rollout.tasks import (
     RolloutFailed,
     RolloutTask,
     done_from_rows,
+    failed_rollout,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -263,14 +264,16 @@ class RolloutPool:
             outcome = await self._crew.run(task, berth.handle)
         except asyncio.CancelledError:
             outcome = await self._crew.cancel(task)
+            if outcome is None:
+                found = await asyncio.to_thread(self._find, task)
+                outcome = found or failed_rollout(task, FailureReason.CANCELLED, "the run stops", is_retryable=False)
             if isinstance(outcome, RolloutFailed):
                 await self._tell_failed(await _counted(outcome, berth.handle), is_final=False)  # a resumed run tries it again
             raise
         finally:
             berth.num_rollouts -= 1
-        if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ATTEMPT_LOST and self._run_dir is not None:
-            found = await asyncio.to_thread(self._find, task)
-            outcome = found or outcome
+        if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ATTEMPT_LOST:
+            outcome = await asyncio.to_thread(self._find, task) or outcome
         if isinstance(outcome, RolloutFailed):
             outcome = await _counted(outcome, berth.handle)
         if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ENGINE_ERROR:
@@ -282,6 +285,8 @@ class RolloutPool:
 
     def _find(self, task: RolloutTask) -> RolloutDone | None:
         """A rollout that is in the log although its worker is gone."""
+        if self._run_dir is None:
+            return None
         self._sink.flush()
         rows = LogReader.open(str(self._run_dir)).cut().table("segments", list(FOUND_COLUMNS), where=f"rollout_id = '{task.rollout_id}'")
         return done_from_rows(task, rows.to_pylist())

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -179,6 +180,29 @@ async def test_a_rollout_whose_worker_died_after_its_commit_is_found_in_the_log(
     assert found is not None
     assert replace(found, duration_s=0.0) == replace(done, duration_s=0.0)
     assert shared.pool._find(replace(task, try_number=1)) is None
+
+
+async def test_a_rollout_that_is_in_the_log_did_not_fail_when_the_run_stops_before_its_dead_worker_is_replaced(shared: Rig) -> None:
+    class Late:
+        """A crew whose worker dies after its commit, and whose next one does not come."""
+
+        async def run(self, task: RolloutTask, engine: Any) -> Any:
+            if task.group.group_id == "e0-p7":
+                await shared.pool._crew.run(task, engine)
+            await asyncio.Event().wait()
+
+        async def cancel(self, task: RolloutTask) -> None:
+            return None
+
+    own, crew = shared.pool, cast(Any, Late())
+    pool = RolloutPool(own._config, sink=own._sink, fleet=own._fleet, crew=crew, producer_name="late", run_dir=shared.folder / "run")
+    await pool.dispatch(group(7, size=1), group(8, size=1))
+    async with asyncio.timeout(LIMIT_S):
+        while not [row for row in shared.rows("segments", ["rollout_id"]) if row["rollout_id"] == "e0-p7/0/0"]:
+            await asyncio.sleep(0.1)
+    assert await pool.drain(0.0) == 2
+    assert not shared.events("rollout_failed", "e0-p7")
+    assert [body["reason"] for body in shared.events("rollout_failed", "e0-p8")] == ["cancelled"]
 
 
 async def test_an_agent_that_raises_fails_its_rollouts_after_all_tries(shared: Rig) -> None:
