@@ -263,12 +263,10 @@ class RolloutPool:
         try:
             outcome = await self._crew.run(task, berth.handle)
         except asyncio.CancelledError:
-            outcome = await self._crew.cancel(task)
-            if outcome is None:
-                found = await asyncio.to_thread(self._find, task)
-                outcome = found or failed_rollout(task, FailureReason.CANCELLED, "the run stops", is_retryable=False)
-            if isinstance(outcome, RolloutFailed):
-                await self._tell_failed(await _counted(outcome, berth.handle), is_final=False)  # a resumed run tries it again
+            ended = await self._crew.cancel(task) or await asyncio.to_thread(self._find, task)
+            ended = ended or failed_rollout(task, FailureReason.CANCELLED, "the run stops", is_retryable=False)
+            if isinstance(ended, RolloutFailed):
+                await self._tell_failed(await _counted(ended, berth.handle), is_final=False)  # a resumed run tries it again
             raise
         finally:
             berth.num_rollouts -= 1
