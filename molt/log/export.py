@@ -147,15 +147,26 @@ def read_export(source: Path) -> Export:
     return export
 
 
-def _checked(path: Path, digests: dict[int, bytes], emptied: set[int]) -> Iterator[pa.Table]:
-    """Rows of an exported file, each under its digest unless it was emptied."""
+def _refuse_newer(export: Export, files: dict[str, Path]) -> None:
+    """DataError when a file has columns that this code would drop without a word."""
+    for table, path in files.items():
+        if unknown := sorted(set(pq.read_schema(path).names) - set(arrow_schema(table).names)):
+            raise DataError(
+                f"{path}: column {unknown[0]!r} was written by {export.made_by} and is unknown to molt {__version__}; "
+                "take that version or a newer one"
+            )
+
+
+def _checked(path: Path, table: str, digests: dict[int, bytes], emptied: set[int]) -> Iterator[pa.Table]:
+    """Rows of an exported file, each under its digest unless it was emptied; null in columns that are newer than the export."""
+    names = arrow_schema(table).names
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
             for lsn, kept, made in zip(batch["lsn"].to_pylist(), batch["digest"].to_pylist(), row_digests(batch), strict=True):
                 if kept != made and lsn not in emptied:
                     raise CorruptLogError(f"{path}: row lsn {lsn} fails its digest")
                 digests[lsn] = kept
-            yield pa.Table.from_batches([batch])
+            yield with_missing(table, pa.Table.from_batches([batch]), names)
 
 
 def import_log(source: Path, run_dir: str | Path, *, store: str = "durable") -> Export:
@@ -165,6 +176,7 @@ def import_log(source: Path, run_dir: str | Path, *, store: str = "durable") -> 
         raise SettingError(f"run={run_dir}: has a log already; give a new folder")
     profile = load_store(store)
     files = {name: source / known["file"] for name, known in export.tables.items() if known["rows"]}
+    _refuse_newer(export, files)
     attempts = [pc.max(pq.read_table(path, columns=["attempt"])["attempt"]).as_py() for path in files.values()]
     core = LogCore(home_of(run_dir, profile), profile, run=export.run, attempt=max(attempts, default=1))
     if core.state.lsn_end >= 0:  # another import was here between the look and the lease
@@ -185,7 +197,7 @@ def _adopt(core: LogCore, export: Export, files: dict[str, Path]) -> None:
     digests: dict[int, bytes] = {}
     facts = pq.read_table(files["events"], columns=["kind", "body"]) if "events" in files else None
     tombstones = Tombstones() if facts is None else tombstones_of(facts)
-    rows = {name: _checked(path, digests, tombstones.emptied(name)) for name, path in files.items()}
+    rows = {name: _checked(path, name, digests, tombstones.emptied(name)) for name, path in files.items()}
     core.adopt_rows(rows, {name: int(known["rows"]) for name, known in export.tables.items()}, export.lsn_end)
     if merkle_root([digests[lsn] for lsn in sorted(digests)]).hex() != export.root:
         raise CorruptLogError(

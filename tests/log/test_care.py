@@ -11,7 +11,7 @@ import pytest
 
 import molt.log.descriptor
 import molt.schema
-from molt.errors import CorruptLogError, LeaseHeldError, LogError, SettingError
+from molt.errors import CorruptLogError, DataError, LeaseHeldError, LogError, SettingError
 from molt.log.core import existing_core
 from molt.log.export import export_log, import_log
 from molt.log.fsck import fsck
@@ -426,6 +426,26 @@ def test_log_with_a_newer_column_is_refused_by_name(run_dir: Path, fast: Fast, r
     for use in (lambda: LogReader.open(run_dir).cut(), lambda: LogWriter.open(run_dir, run="run", store=fast("process"))):
         with pytest.raises(LogError, match=r"column 'weight' was written by molt \d"):
             use()
+
+
+def test_export_of_an_older_release_is_imported_and_that_of_a_newer_one_refused_by_name(
+    run_dir: Path, tmp_path: Path, fast: Fast, request: pytest.FixtureRequest
+) -> None:
+    with LogWriter.open(run_dir, run="run", store=fast("process")) as writer:
+        Producer(writer, "p").append_sync(events=[make_fact(0)], segments=[make_segment(0)])
+    root = export_log(run_dir, tmp_path / "older").root
+    request.getfixturevalue("grown_schema")
+    import_log(tmp_path / "older", tmp_path / "copy", store="process")
+    assert LogReader.open(tmp_path / "copy").cut().table("events", ["step", "weight"]).to_pylist() == [{"step": 0, "weight": None}]
+    report = verify_log(tmp_path / "copy")
+    assert report.is_clean and report.root == root
+    export_log(tmp_path / "copy", tmp_path / "newer")
+    original = molt.schema.Path(molt.schema.__file__).resolve().parents[1] / "schemas"
+    molt.schema.folder = lambda name: original  # type: ignore[assignment]
+    molt.schema.tables.cache_clear()
+    with pytest.raises(DataError, match=r"events\.parquet: column 'weight' was written by molt \d.*take that version or a newer one"):
+        import_log(tmp_path / "newer", tmp_path / "again", store="process")
+    assert not (tmp_path / "again" / "log").exists()
 
 
 def test_log_of_a_newer_format_is_refused_with_the_version(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
