@@ -139,6 +139,7 @@ class VllmEngine:
         self._handler = Handler(self._llm.engine_core)  # before the handler's task first runs
         self._weights = VllmWeights(self._llm, name=self._name, model_path=self._model_path)
         await self._weights.start()
+        await self._weights.ask("molt_draw_apart", self._arguments["seed"])
         await self._label()
         if self._is_speculative and not self._is_cuda:
             await self._weights.ask("molt_mend_speculation")
@@ -241,7 +242,8 @@ class VllmEngine:
             given = output.outputs[0].routed_experts
             first = 0 if self._is_delta(call.sampling) else call.sampling.routes_from
             return None if given is None else np.asarray(given)[first:].astype(np.int16)
-        answer = (await self._weights_of.ask("molt_take_routes", call.core_id))[0]
+        answers = await self._weights_of.ask("molt_take_routes", call.core_id)
+        answer = max(answers, key=lambda found: found["shape"][0])  # the core that ran it knows it
         return np.frombuffer(answer["data"], dtype=np.int16).reshape(answer["shape"])[call.sampling.routes_from :]
 
     async def abort(self, request_id: str) -> None:

@@ -69,11 +69,20 @@ class VllmWeights:
 
     async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Call a method of RefitExtension on every worker; RefitError with the first worker's error."""
-        answers = await self._llm.collective_rpc(method, args=args)
+        answers = await self._of_every_core(method, args)
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise RefitError(f"engine {self._name}, worker {rank}, {method}: {answer['error']}")
         return answers
+
+    async def _of_every_core(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """The answers of the workers of all cores. vLLM's own call reaches data-parallel cores too and answers with those of the first."""
+        client = self._llm.engine_core
+        cores = getattr(client, "core_engines", ())
+        if len(cores) < 2:
+            return await self._llm.collective_rpc(method, args=args)
+        asked = (client._call_utility_async("collective_rpc", method, None, args, {}, engine=core) for core in cores)
+        return [answer for answers in await asyncio.gather(*asked) for answer in answers]
 
     async def take(self, source: WeightSource, *, on_unfit: Callable[[str], None]) -> LoadTimes:
         """Load new weights into every worker and compare; calls on_unfit when the workers are left with neither old nor new."""

@@ -6,6 +6,7 @@ raise: an exception in a worker may end the whole engine, while an answer with `
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -105,6 +106,18 @@ class RefitExtension:
                 held.append(name)
                 size += num_bytes
         return {"names": held, "share": size / max(1, whole)}
+
+    @_answered
+    def molt_draw_apart(self, seed: int) -> dict[str, Any]:
+        """Draw other random numbers than the other data-parallel cores do: not every release of vLLM sees to that (0.26)."""
+        parallel = self.vllm_config.parallel_config
+        index = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        if index:
+            own = int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
+            random.seed(own)
+            np.random.seed(own)
+            torch.manual_seed(own)
+        return {"index": index}
 
     @_answered
     def molt_mend_speculation(self) -> dict[str, Any]:

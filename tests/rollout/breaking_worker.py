@@ -67,7 +67,8 @@ vllm_worker.read_tensors = lambda path, **options: _breaking(read_tensors(path, 
 class BreakingExtension(RefitExtension):
     """Told by molt_break."""
 
-    def molt_break(self, where: str, num_tensors: int) -> dict[str, Any]:
-        """Break the next update."""
-        _break[:] = [(where, num_tensors)]
-        return {}
+    def molt_break(self, where: str, num_tensors: int, core: int | None = None) -> dict[str, Any]:
+        """Break the next update; on one data-parallel core, or on all."""
+        index = self.vllm_config.parallel_config.data_parallel_index
+        _break[:] = [(where, num_tensors)] if core in (None, index) else []
+        return {"index": index}

@@ -226,3 +226,33 @@ class TestVllmBrokenUpdates:
         new = await bench.generate(PROMPT, sampling())
         assert np.abs(new.logprobs - bench.logprobs(PROMPT, new.token_ids, 1.0)).max() < TOLERANCE
         assert set(new.policy_versions.tolist()) == {bench.version}
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmTwoCores:
+    """Data-parallel cores: each holds the whole model, and requests go to either."""
+
+    model = "tiny_dense"
+    options = {"data_parallel_size": 2}
+    further = {"worker_extension_cls": BREAKING}
+
+    async def test_what_one_core_did_not_take_is_told(self, bench: Bench) -> None:
+        engine = bench.engine
+        await engine.pause("keep")
+        told = await engine._weights_of.ask("molt_break", "load", 3, 1)
+        assert [answer["index"] for answer in told] == [0, 1]
+        other = write_weights({n: t * 1.3 for n, t in named_weights(bench.model).items()}, policy_version=1, folder=bench.folder)
+        with pytest.raises(RefitError, match="worker 1, molt_load: RuntimeError: broken in load"):
+            await engine.refit(other)
+        await engine.resume()
+        await self.all_agree(bench)
+        await bench.refit(5)
+        await self.all_agree(bench)
+
+    async def all_agree(self, bench: Bench) -> None:
+        """Every one of some calls at once has the log-probs of the weights in force, and draws numbers of its own."""
+        found = await asyncio.gather(*(bench.generate(PROMPT, sampling(seed=None)) for _ in range(6)))
+        for result in found:
+            assert set(result.policy_versions.tolist()) == {bench.version}
+            assert np.abs(result.logprobs - bench.logprobs(PROMPT, result.token_ids, 1.0)).max() < TOLERANCE
+        assert len({tuple(result.token_ids) for result in found}) == 6
