@@ -229,7 +229,7 @@ class TestVllmBrokenUpdates:
 
 
 @pytest.mark.asyncio(loop_scope="class")
-class TestVllmTwoCores:
+class TestVllmTwoCores(EngineContract):
     """Data-parallel cores: each holds the whole model, and requests go to either."""
 
     model = "tiny_dense"
@@ -241,7 +241,7 @@ class TestVllmTwoCores:
         await engine.pause("keep")
         told = await engine._weights_of.ask("molt_break", "load", 3, 1)
         assert [answer["index"] for answer in told] == [0, 1]
-        other = write_weights({n: t * 1.3 for n, t in named_weights(bench.model).items()}, policy_version=1, folder=bench.folder)
+        other = write_weights({n: t * 1.3 for n, t in named_weights(bench.model).items()}, policy_version=bench.version + 1, folder=bench.folder)
         with pytest.raises(RefitError, match="worker 1, molt_load: RuntimeError: broken in load"):
             await engine.refit(other)
         await engine.resume()
