@@ -1,7 +1,7 @@
 """Processes that end with the one that started their engine: vLLM's core outlives a parent that was killed, and keeps its GPU.
 
 engine process (names itself in MOLT_ENGINE_PID) --starts--> vLLM core --starts--> vLLM worker --imports--> end_with_engine
-             `-- is gone, however it ended ----------------------------------------> kills the core above it, then itself
+             `-- is gone, however it ended ----------------------------------------> kills vLLM's other processes, then itself
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from molt import environ
@@ -26,30 +27,40 @@ def end_with_engine() -> None:
     """Watch the engine's process from a thread; nothing happens in that process itself, and where none has named itself."""
     engine = int(environ.read("MOLT_ENGINE_PID", "0") or 0)
     if engine and engine != os.getpid():
-        threading.Thread(target=_end_with, args=(engine, _core_below(engine)), name="lifeline", daemon=True).start()
+        threading.Thread(target=_end_with, args=(engine, _kin_of(engine)), name="lifeline", daemon=True).start()
 
 
-def _end_with(engine: int, core: int | None) -> None:
+def _end_with(engine: int, kin: dict[int, str]) -> None:
     _await_end(engine)
-    if core is not None and core == os.getppid():  # one that is gone may have left its number to another
-        os.kill(core, signal.SIGKILL)
+    for pid, began in kin.items():
+        if _facts(pid)[1] == began:  # a number may have gone to another process meanwhile
+            with suppress(ProcessLookupError):  # another worker was quicker
+                os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _core_below(engine: int) -> int | None:
-    """This process's parent, when that stands between it and the engine."""
-    pid = parent = os.getppid()
-    while pid > 1 and pid != engine:
-        pid = _parent_of(pid)
-    return parent if pid == engine != parent else None
+def _kin_of(engine: int) -> dict[int, str]:
+    """Processes that the engine started, by number, and when each began: the core above this one, and what else vLLM calls its own."""
+    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found = {pid: began for pid, (parent, began) in ((pid, _facts(pid)) for pid in numbers) if parent == engine}
+    return {pid: began for pid, began in found.items() if pid == os.getppid() or _name(pid).startswith("VLLM::")}
 
 
-def _parent_of(pid: int) -> int:
+def _facts(pid: int) -> tuple[int, str]:
+    """Parent and start of a process; 0 and nothing when it is gone."""
     try:
-        # The name before it stands in parentheses and may hold anything.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        # The name before them stands in parentheses and may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
+        return 0, ""
+    return int(fields[1]), fields[19]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _await_end(pid: int) -> None:
