@@ -28,6 +28,7 @@ CALL_LIMIT_S = 60.0
 """Longest wait for a call of the actor that should take milliseconds."""
 SEAL_LIMIT_S = 4 * 3600.0
 """Longest wait for a seal: it reads every byte of the log."""
+_LOOK_S = 0.2
 
 
 def actor_name(run: str) -> str:
@@ -48,7 +49,7 @@ class _LogActor:
             except LeaseHeldError:
                 if time.monotonic() > until:
                     raise
-                time.sleep(0.2)  # the process before this one is still ending
+                time.sleep(_LOOK_S)  # the process before this one is still ending
 
     async def identity(self) -> tuple[str, int]:
         """Run and attempt."""
@@ -85,7 +86,7 @@ class RaySink:
 
     def __init__(self, handle: Any, *, identity: tuple[str, int] | None = None) -> None:
         self._handle = handle
-        known: tuple[str, int] = identity or ray.get(handle.identity.remote(), timeout=CALL_LIMIT_S)
+        known: tuple[str, int] = identity or _answer_of(handle.identity.remote, CALL_LIMIT_S)
         self.run, self.attempt = known
 
     def __reduce__(self) -> tuple[Callable[..., RaySink], tuple[Any, tuple[str, int]]]:
@@ -100,7 +101,19 @@ class RaySink:
 
     def flush(self) -> None:
         """Commit everything submitted so far."""
-        ray.get(self._handle.flush.remote(), timeout=CALL_LIMIT_S)
+        _answer_of(self._handle.flush.remote, CALL_LIMIT_S)
+
+
+def _answer_of(call: Callable[[], Any], limit_s: float) -> Any:
+    """The answer of a call that may be made twice: made again while the actor is being started anew. LogError after limit_s."""
+    ends = time.monotonic() + limit_s
+    while True:
+        try:
+            return ray.get(call(), timeout=max(0.1, ends - time.monotonic()))
+        except ray.exceptions.RayActorError as error:
+            if time.monotonic() > ends:
+                raise LogError(f"the log actor was away for {limit_s:g} s; {str(error).splitlines()[0]}") from error
+            time.sleep(_LOOK_S)
 
 
 def _make_sink(handle: Any, identity: tuple[str, int]) -> RaySink:
@@ -140,10 +153,10 @@ def stop_log_actor(handle: Any, *, is_sealing: bool = False, limit_s: float = CA
     """Commit what is queued, seal where asked, give the lease back and end the actor; the last two also when a seal fails."""
     try:
         if is_sealing:
-            ray.get(handle.flush.remote(), timeout=limit_s)
-            ray.get(handle.seal.remote(), timeout=SEAL_LIMIT_S)
+            _answer_of(handle.flush.remote, limit_s)
+            _answer_of(handle.seal.remote, SEAL_LIMIT_S)
     finally:
         try:
-            ray.get(handle.close.remote(), timeout=limit_s)
+            _answer_of(handle.close.remote, limit_s)
         finally:
             ray.kill(handle, no_restart=True)

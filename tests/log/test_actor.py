@@ -11,7 +11,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from molt.errors import ConflictingAppendError  # noqa: E402
+from molt.errors import ConflictingAppendError, LogError  # noqa: E402
 from molt.log.actor import RaySink, actor_name, start_log_actor, stop_log_actor  # noqa: E402
 from molt.log.message import Message  # noqa: E402
 from molt.log.producer import Producer  # noqa: E402
@@ -54,6 +54,28 @@ def test_rows_of_two_processes_survive_the_death_of_the_actor(cluster: None, tmp
     assert sorted(rows) == [*range(150), *range(1000, 1150)]
     assert read_seal(LogReader.open(tmp_path).home) is not None
     assert verify_log(tmp_path).findings == []
+
+
+def test_what_is_asked_while_the_actor_is_started_anew_waits_for_it(cluster: None, tmp_path: Path) -> None:
+    handle = start_log_actor(tmp_path, run="asked", store="process")
+    sink = RaySink(handle)
+    Producer(sink, "worker", is_validating=False).append_sync(segments=[make_segment(1)])
+    ray.kill(handle, no_restart=False)
+    sink.flush()
+    ray.kill(handle, no_restart=False)
+    assert RaySink(handle).run == "asked"
+    ray.kill(handle, no_restart=False)
+    stop_log_actor(handle, is_sealing=True)
+    assert read_seal(LogReader.open(tmp_path).home) is not None
+
+
+def test_an_actor_that_never_comes_back_is_told(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = start_log_actor(tmp_path, run="gone", store="process")
+    sink = RaySink(handle)
+    ray.kill(handle, no_restart=True)
+    monkeypatch.setattr("molt.log.actor.CALL_LIMIT_S", 1.0)
+    with pytest.raises(LogError, match="the log actor was away for 1 s"):
+        sink.flush()
 
 
 def test_errors_of_the_writer_arrive_with_their_type(cluster: None, tmp_path: Path) -> None:
