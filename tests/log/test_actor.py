@@ -73,6 +73,9 @@ def test_an_actor_that_never_comes_back_is_told(cluster: None, tmp_path: Path, m
     handle = start_log_actor(tmp_path, run="gone", store="process")
     sink = RaySink(handle)
     ray.kill(handle, no_restart=True)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while ray.get(handle.lsn_end.remote(), timeout=60) >= 0:
+            time.sleep(0.05)
     monkeypatch.setattr("molt.log.actor.CALL_LIMIT_S", 1.0)
     with pytest.raises(LogError, match="the log actor was away for 1 s"):
         sink.flush()
