@@ -256,7 +256,7 @@ class Kills:
 
     def rows(self, facts: dict[str, Any]) -> None:
         """Every row that was there before a kill is there now, unchanged."""
-        now = _rows(self.run_dir)
+        now = rows_of(self.run_dir)
         lost = {
             table: len([place for place, digest in rows.items() if now[table].get(place) != digest]) for table, rows in self.seen.items()
         }
@@ -266,7 +266,7 @@ class Kills:
 
     def _look(self) -> None:
         """Note the rows that are there: readers see acknowledged and committed rows alike, so this is at least what was acknowledged."""
-        for table, rows in _rows(self.run_dir).items():
+        for table, rows in rows_of(self.run_dir).items():
             self.seen[table] |= rows
 
     def _steps(self, number: int, limit_s: float) -> None:
@@ -276,7 +276,7 @@ class Kills:
             raise RuntimeError(f"{len(steps_of(self.run_dir))} steps of {number} within {limit_s:.0f} s: {child.tail()}")
 
 
-def _rows(run_dir: Path) -> dict[str, dict[Any, str]]:
+def rows_of(run_dir: Path) -> dict[str, dict[Any, str]]:
     """Digest of every row by its place in the log."""
     from molt.log.reader import LogReader
 

@@ -14,6 +14,7 @@ import orjson
 import pyarrow
 
 from molt import __version__
+from tools.device.parts import without_places
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "evidence"
 
@@ -34,7 +35,7 @@ def keep(name: str, figures: dict[str, Any], *, claims: dict[str, bool]) -> Path
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}.json"
     record = {
-        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+        "command": "python -m " + " ".join([_module(), *without_places(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "machine": f"{platform.machine()}, {len(_cores())} cores, {platform.system()}",
