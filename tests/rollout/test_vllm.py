@@ -241,7 +241,8 @@ class TestVllmTwoCores(EngineContract):
         await engine.pause("keep")
         told = await engine._weights_of.ask("molt_break", "load", 3, 1)
         assert [answer["index"] for answer in told] == [0, 1]
-        other = write_weights({n: t * 1.3 for n, t in named_weights(bench.model).items()}, policy_version=bench.version + 1, folder=bench.folder)
+        new = {name: tensor * 1.3 for name, tensor in named_weights(bench.model).items()}
+        other = write_weights(new, policy_version=bench.version + 1, folder=bench.folder)
         with pytest.raises(RefitError, match="worker 1, molt_load: RuntimeError: broken in load"):
             await engine.refit(other)
         await engine.resume()
