@@ -1,6 +1,6 @@
 """NeMo AutoModel on the card: its distance from the engine beside the Hugging Face class's, and a run of it with refits, audit and replay.
 
-python -m tools.device.automodel --limit-s 200 [--rehearse] [--card 0]
+python -m tools.device.automodel --limit-s 200 [--rehearse] [--card 0] [--attention te]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--card", type=int, default=0, help="GPU to run on")
     made.add_argument("--seams", nargs="+", default=SEAMS, choices=SEAMS, help="classes whose parity is measured")
+    made.add_argument("--attention", default="sdpa", choices=["sdpa", "te", "flex"], help="of AutoModel's layers, in parity and run")
     arguments = made.parse_args()
     parts = Parts("automodel", arguments.out, work=arguments.work, limit_s=arguments.limit_s)
     small = arguments.rehearse
@@ -40,9 +41,11 @@ def main() -> int:
             if seam == "automodel" and small:
                 continue  # it needs a GPU to be made
             own = common(held["world"], engine, small=small) | {"actor.implementation": seam, "train.async_queue_size": 0}
+            own |= {"fsdp.attn_implementation": arguments.attention} if seam == "automodel" else {}
             command = molt("parity", *flags(own), "--samples", "2" if small else "16", "--json")
             children[seam] = Child(command, log=parts.logs / f"automodel-parity-{seam}.log", env=env)
         own = common(held["world"], engine, small=small) | run_settings(held["world"], run_dir, small=small)
+        own |= {} if small else {"fsdp.attn_implementation": arguments.attention}
         children["run"] = Child(molt("train", *flags(own)), log=parts.logs / "automodel-run.log", env=env)
         facts["started"] = list(children)
 
