@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ BREAKING = "tests.rollout.breaking_worker.BreakingExtension"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-async def started(folder: Path, work: Path, further: dict[str, object], **options: object) -> Bench:
+async def started(folder: Path, work: Path, further: Mapping[str, object] = MappingProxyType({}), **options: object) -> Bench:
     from transformers import AutoConfig
 
     for name, value in vllm_environment(Config(), is_cuda=False).items():
