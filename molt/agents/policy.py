@@ -171,7 +171,8 @@ class Policy:
         routes_from = self.builder.num_routed(prompt)
         for part_number in range(MAX_CONTINUATIONS):
             done_ids = [int(token_id) for part in parts for token_id in part.token_ids]
-            request_id = f"{self.rollout_id}/{self.num_turns}/{part_number}" + f"/again{self._num_abandoned}" * bool(self._num_abandoned)
+            again = f"/again{self._num_abandoned}" if self._num_abandoned else ""
+            request_id = f"{self.rollout_id}/{self.num_turns}/{part_number}{again}"
             sampling = replace(
                 self._sampling, max_new_tokens=budget - len(done_ids), seed=call_seed(self._seed, request_id), routes_from=routes_from
             )

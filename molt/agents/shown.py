@@ -13,6 +13,8 @@ from molt.errors import AgentError
 
 LEAD = 32
 """Characters before a message that tell where it stands."""
+MOST_FORMS = 1024
+"""Forms that are remembered: chats with parallel calls may have a new one in every turn."""
 
 
 class Shown:
@@ -31,6 +33,8 @@ class Shown:
         keys = ("tool_calls", "reasoning_content", "tool_call_id", "name")
         form = tuple((m["role"], type(m["content"]), *(bool(m.get(key)) for key in keys)) for m in messages)
         if form not in self._leads:
+            if len(self._leads) >= MOST_FORMS:
+                del self._leads[next(iter(self._leads))]
             self._leads[form] = self._leads_of(messages, sentinels)
         leads = self._leads[form]
         place = next((place for place, lead in leads.items() if lead is None), None)

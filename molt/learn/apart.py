@@ -22,8 +22,8 @@ LENGTH = 24
 NEAREST = 8
 """Tokens of the middle row, from its beginning on, that are compared: a short reach over the border shows there only."""
 LIMIT = 0.1
-"""Of what a change moves in its own row. Kernels that cut their tiles elsewhere move a neighbour by a thousandth, a leak by about as much
-as the row itself; a token that a router sends elsewhere for a last bit lies between, and is one of several."""
+"""Of what a change moves in its own row. Dense rows did not move at all (docs/evidence/attention.json), a leak moves them about as much as
+the row itself; a token that a router sends elsewhere for a last bit would lie between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,14 +43,14 @@ class Station:
 
     name: str
     actor: Any
-    ready: asyncio.Future[None]
+    ready: asyncio.Task[None] = field(init=False)
     """Done once its agent has started: an actor takes calls before that."""
+    watching: asyncio.Task[None] = field(init=False)
     num_running: int = 0
     began: dict[str, float] = field(default_factory=dict)
     """Clock at which each of its rollouts was handed over."""
     standstill: Standstill | None = None
     """What held its loop when it was replaced for that."""
-    watching: asyncio.Task[None] | None = None
     met: dict[str, asyncio.Future[None]] = field(default_factory=dict)
     """Engines that it was given, by name: a handle takes longer to unpickle than a task."""
 
@@ -75,9 +75,8 @@ class Crew:
     def _hire(self) -> Station:
         name = f"worker-{self._num_hired}"
         self._num_hired += 1
-        actor = self._launch(name)
-        station = Station(name=name, actor=actor, ready=asyncio.get_running_loop().create_future())
-        station.ready = asyncio.ensure_future(self._ready(station))
+        station = Station(name=name, actor=self._launch(name))
+        station.ready = asyncio.create_task(self._ready(station), name=f"start {name}")
         station.watching = asyncio.create_task(self._watch(station), name=f"watch {name}")
         return station
 
@@ -134,9 +133,9 @@ class Crew:
                 station.began.pop(task.rollout_id, None)
 
     async def _watch(self, station: Station) -> None:
-        """Replace a worker whose loop does not turn, once a rollout on it is past its time."""
+        """Replace a worker whose loop does not turn, once a rollout on it is past its time. Ends when the worker is replaced."""
         late_s = self._config.rollout.timeout_s + _LATE_S
-        while station.standstill is None:
+        while station in self._stations:
             await asyncio.sleep(_LOOK_S)
             first = min(station.began.values(), default=None)
             if first is None or time.monotonic() - first < late_s:
@@ -200,8 +199,7 @@ class Crew:
         import ray
 
         for station in self._stations:
-            if station.watching is not None:
-                station.watching.cancel()
+            station.watching.cancel()
             try:
                 await asyncio.wait_for(station.actor.stop.remote(), _STOP_LIMIT_S)
             except (ray.exceptions.RayError, TimeoutError):

@@ -66,12 +66,13 @@ def _table(device: torch.device) -> torch.Tensor:
 def _sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """(pieces, 2) int64 of each."""
     parts = [_bytes_of(tensor) for tensor in tensors]
-    found = [plain_sums(part) if not is_usable(part) else part.new_empty(0) for part in parts]
-    for device in {part.device for part in parts if is_usable(part)}:
-        here = [number for number, part in enumerate(parts) if part.device == device]
-        for number, sums in zip(here, sums_by_kernel([parts[number] for number in here]), strict=True):
-            found[number] = sums
-    return found
+    found: dict[int, torch.Tensor] = {}
+    for device in {part.device for part in parts}:
+        here = {number: part for number, part in enumerate(parts) if part.device == device}
+        is_by_kernel = is_usable(next(iter(here.values())))
+        sums = sums_by_kernel([*here.values()]) if is_by_kernel else map(plain_sums, here.values())
+        found |= zip(here, sums, strict=True)
+    return [found[number] for number in range(len(parts))]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ def plain_sums(data: torch.Tensor) -> torch.Tensor:
     parts = [_sums_of(pieces[start : start + _CHUNK_PIECES]) for start in range(0, len(pieces), _CHUNK_PIECES)]
     if whole < data.numel():
         rest = data[whole:]
-        parts.append(_sums_of(torch.nn.functional.pad(rest, (0, -rest.numel() % 4)).view(torch.int32).view(1, -1)))
+        parts.append(_sums_of(_padded(rest).view(torch.int32).view(1, -1)))
     if not parts:
         return torch.zeros(0, 2, dtype=torch.int64, device=data.device)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -100,6 +101,11 @@ def _sums_of(words: torch.Tensor) -> torch.Tensor:
     return torch.stack([(wide * table[0]).sum(dim=1), wide.mul_(table[1]).sum(dim=1)], dim=1)
 
 
+def _padded(data: torch.Tensor) -> torch.Tensor:
+    """A copy that ends with a whole word."""
+    return torch.nn.functional.pad(data, (0, -data.numel() % 4))
+
+
 def is_usable(data: torch.Tensor) -> bool:
     """Whether the kernel runs where the bytes are."""
     return data.is_cuda and find_spec("triton") is not None
@@ -107,7 +113,7 @@ def is_usable(data: torch.Tensor) -> bool:
 
 def sums_by_kernel(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same of tensors of one device, by one program a piece and one launch for all."""
-    words = [torch.nn.functional.pad(part, (0, -part.numel() % 4)).view(torch.int32) for part in parts]
+    words = [(_padded(part) if part.numel() % 4 else part).view(torch.int32) for part in parts]
     device, counts = parts[0].device, [-(-len(part) // PIECE_WORDS) for part in words]
     owner = np.repeat(np.arange(len(words)), counts)
     if not len(owner):

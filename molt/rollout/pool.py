@@ -272,14 +272,14 @@ class RolloutPool:
             berth.num_rollouts -= 1
         if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ATTEMPT_LOST:
             outcome = await asyncio.to_thread(self._find, task) or outcome
-        if isinstance(outcome, RolloutFailed):
-            outcome = await _counted(outcome, berth.handle)
         if isinstance(outcome, RolloutFailed) and outcome.reason is FailureReason.ENGINE_ERROR:
             is_alive = await self._fleet.examine(task.engine)
             _LOG.warning(
                 "rollout %s failed on engine %s (%s): %s", task.rollout_id, task.engine, "alive" if is_alive else "dead", outcome.error
             )
-        return outcome
+            if not is_alive:
+                return outcome  # nobody can say what it sampled
+        return await _counted(outcome, berth.handle) if isinstance(outcome, RolloutFailed) else outcome
 
     def _find(self, task: RolloutTask) -> RolloutDone | None:
         """A rollout that is in the log although its worker is gone."""

@@ -61,12 +61,14 @@ def facts_of(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, TensorFac
     digester = Digester()
     facts: dict[Key, tuple[tuple[int, ...], str, int]] = {}
     held: list[tuple[str, torch.Tensor]] = []
+    num_bytes = 0
     for number, (name, tensor) in enumerate(tensors):
         held.append((str(number), tensor))
+        num_bytes += tensor.nbytes
         facts[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
-        if sum(part.nbytes for _, part in held) >= _TOGETHER_BYTES:
+        if num_bytes >= _TOGETHER_BYTES:
             digester.note(held)
-            held = []
+            held, num_bytes = [], 0
     digester.note(held)
     return {
         name: TensorFacts(shape=shape, dtype=dtype, size_bytes=size, digest=digest)

@@ -163,9 +163,10 @@ class RolloutWorker:
         if running.cancelled():
             return failed_rollout(task, FailureReason.CANCELLED, "the run stops", n_sampled=calls.n_sampled, is_retryable=False)
         episode = running.result()
-        n_cut = calls.n_sampled - episode.n_sampled
-        cut = event("calls_cut", rollout_id=task.rollout_id, group_id=task.group.group_id, member=task.member, n_sampled=n_cut)
-        await self._outbox.append(episode.segments, episode.payloads, [cut] if n_cut else [])
+        cut = []
+        if n_cut := calls.n_sampled - episode.n_sampled:
+            cut = [event("calls_cut", rollout_id=task.rollout_id, group_id=task.group.group_id, member=task.member, n_sampled=n_cut)]
+        await self._outbox.append(episode.segments, episode.payloads, cut)
         return _done(task, episode, time.monotonic() - begin)
 
     async def _episode(self, task: RolloutTask, calls: CountedCalls) -> Episode:
