@@ -34,6 +34,8 @@ BLOWS = {"engine": 3, "worker": 3, "rank": 1, "log": 1, "driver": 1, "interrupt"
 TITLES = {"engine": "ray::EngineActor", "worker": "ray::RolloutWorker", "rank": "ray::RankProcess", "log": "ray::_LogActor"}
 MEAN_S = 6.0
 """Between two blows, and from the first event of an attempt to the first."""
+ENDS = (0, 1, 3, 130, -signal.SIGKILL)
+"""Exit codes of a run that was struck: drained, ended by name, stalled, stopped, killed."""
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """They notice within about 70 s that their parent is gone."""
 STUCK_S = 240.0
@@ -88,11 +90,10 @@ class Soak:
             print(f"attempt {number}: {self.attempts[-1]}", flush=True)
             if outcome["exit_code"] == 0 and len(steps_of(self.run_dir)) >= self.arguments.steps:
                 return
-            if outcome["ended_by"] == "itself" and outcome["exit_code"] not in (0, 1, 3, 130):
+            if outcome["exit_code"] not in ENDS:
                 raise RuntimeError(f"attempt {number} left with {outcome['exit_code']}: {self.child.tail()}")
-            barren = [attempt["ended_by"] for attempt in self.attempts[-3:]] == ["itself"] * 3
-            if barren and len({attempt["steps"] for attempt in self.attempts[-3:]}) == 1:
-                raise RuntimeError(f"three attempts ended by themselves without a step: {self.child.tail()}")
+            if not outcome["blows"]:
+                raise RuntimeError(f"attempt {number} ended by itself, nobody was struck: {self.child.tail()}")
 
     def attack(self, child: Child) -> dict[str, Any]:
         """Blows until the attempt ends; how it ended."""
@@ -112,9 +113,8 @@ class Soak:
                 due = now + self.random.expovariate(1 / MEAN_S)
                 if (blow := self.strike(child)) is not None:
                     struck.append(blow)
-        ended_by = struck[-1] if struck and struck[-1] in ("driver", "interrupt") else "itself"
         self.bury()
-        return {"exit_code": child.process.returncode, "ended_by": ended_by, "blows": struck, "seconds": round(time.monotonic() - began, 1)}
+        return {"exit_code": child.process.returncode, "blows": struck, "seconds": round(time.monotonic() - began, 1)}
 
     def strike(self, child: Child) -> str | None:
         """One blow; None when nobody of that kind was there."""
@@ -169,7 +169,6 @@ class Soak:
             "blows": dict(self.blows),
             "attempts": len(self.attempts),
             "left_behind": self.left_behind,
-            "ended_by": dict(Counter(attempt["ended_by"] for attempt in self.attempts)),
             "rows_seen": {table: len(rows) for table, rows in self.seen.items()},
             "rows_lost_or_changed": lost,
             "seconds": round(sum(attempt["seconds"] for attempt in self.attempts), 1),
