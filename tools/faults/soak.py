@@ -1,9 +1,9 @@
 """A whole run under attack: processes of every kind killed at random times, resumed until it is done, then audited and replayed.
 
-python -m tools.faults.soak --kills 40 --steps 400 --work DIR [--seed 0] [--engine embedded]
+python -m tools.faults.soak --kills 40 --steps 400 --work DIR [--seed 0] [--engine vllm --mean-s 20]
 
-Each blow goes to an engine, a rollout worker, a trainer rank, the log actor or the driver (kill -9), or is one Ctrl-C. A run that stops
-is resumed. At the end every invariant is empty, the ledger closes, every row that was ever seen is there unchanged, and the steps
+Each blow goes to an engine, the core of a vLLM engine, a rollout worker, a trainer rank, the log actor or the driver (kill -9), or is one
+Ctrl-C. A run that stops is resumed. At the end every invariant is empty, the ledger closes, every row that was ever seen is there unchanged, and the steps
 replay bit for bit. A run that neither goes on nor stops is the finding that the soak is for.
 """
 
@@ -31,9 +31,15 @@ from tools.faults.evidence import keep
 
 BLOWS = {"engine": 3, "worker": 3, "rank": 1, "log": 1, "driver": 1, "interrupt": 1}
 """Whom a blow hits, and how often beside the others."""
-TITLES = {"engine": "ray::EngineActor", "worker": "ray::RolloutWorker", "rank": "ray::RankProcess", "log": "ray::_LogActor"}
-MEAN_S = 6.0
-"""Between two blows, and from the first event of an attempt to the first."""
+CORE = {"core": 3}
+"""And where engines are vLLM's."""
+TITLES = {
+    "engine": "ray::EngineActor",
+    "core": "VLLM::EngineCore",
+    "worker": "ray::RolloutWorker",
+    "rank": "ray::RankProcess",
+    "log": "ray::_LogActor",
+}
 ENDS = (0, 1, 3, 130, -signal.SIGKILL)
 """Exit codes of a run that was struck: drained, ended by name, stalled, stopped, killed."""
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -50,6 +56,7 @@ def main() -> int:
     made.add_argument("--steps", type=int, default=400)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    made.add_argument("--mean-s", type=float, default=6.0, help="between two blows, and from the first event of an attempt to the first")
     soak = Soak(made.parse_args())
     try:
         soak.run()
@@ -58,7 +65,7 @@ def main() -> int:
         soak.end()
     print(json.dumps(soak.figures, indent=1))
     print(json.dumps(claims, indent=1))
-    keep("log-faults-soak", soak.figures, claims=claims)
+    keep("log-faults-soak" if soak.arguments.engine == "embedded" else "log-faults-soak-vllm", soak.figures, claims=claims)
     return int(not all(claims.values()))
 
 
@@ -69,6 +76,7 @@ class Soak:
         self.arguments = arguments
         self.work: Path = arguments.work
         self.random = random.Random(arguments.seed)
+        self.choices = BLOWS | (CORE if arguments.engine == "vllm" else {})
         self.name = f"soak-{time.strftime('%H%M%S')}"
         self.run_dir = self.work / "runs" / self.name
         self.child: Child | None = None
@@ -104,13 +112,13 @@ class Soak:
             time.sleep(0.25)
             now, events = time.monotonic(), self.num_events()
             if events != told:
-                due = min(due, now + self.random.expovariate(1 / MEAN_S))
+                due = min(due, now + self.random.expovariate(1 / self.arguments.mean_s))
                 last, told = now, events
             if now - last > STUCK_S:
                 child.keep_stacks()
                 raise RuntimeError(f"stuck after {struck[-2:]}: {child.tail()}")
             if now >= due and self.blows.total() < self.arguments.kills:
-                due = now + self.random.expovariate(1 / MEAN_S)
+                due = now + self.random.expovariate(1 / self.arguments.mean_s)
                 if (blow := self.strike(child)) is not None:
                     struck.append(blow)
         self.bury()
@@ -119,7 +127,7 @@ class Soak:
     def strike(self, child: Child) -> str | None:
         """One blow; None when nobody of that kind was there."""
         self.look()
-        blow = self.random.choices(list(BLOWS), list(BLOWS.values()))[0]
+        blow = self.random.choices(list(self.choices), list(self.choices.values()))[0]
         if blow in TITLES:
             victims = Killer(child).find(TITLES[blow])
             if not victims:
