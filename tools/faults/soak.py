@@ -3,8 +3,8 @@
 python -m tools.faults.soak --kills 40 --steps 400 --work DIR [--seed 0] [--engine vllm --mean-s 20]
 
 Each blow goes to an engine, the core of a vLLM engine, a rollout worker, a trainer rank, the log actor or the driver (kill -9), or is one
-Ctrl-C. A run that stops is resumed. At the end every invariant is empty, the ledger closes, every row that was ever seen is there unchanged, and the steps
-replay bit for bit. A run that neither goes on nor stops is the finding that the soak is for.
+Ctrl-C. A run that stops is resumed. At the end every invariant is empty, the ledger closes, every row that was ever seen is there
+unchanged, and the steps replay bit for bit. A run that neither goes on nor stops is the finding that the soak is for.
 """
 
 from __future__ import annotations
