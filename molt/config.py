@@ -32,6 +32,7 @@ class ActorSettings(Room):
     learning_rate: float = Field(1e-6, gt=0)
     min_learning_rate: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate rises to actor.learning_rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: float = Field(0.0, ge=0)
     adam_betas: tuple[float, float] = (0.9, 0.95)

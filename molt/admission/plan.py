@@ -26,6 +26,11 @@ class SegmentRow:
     outcome: float | None
     is_truncated: bool
 
+    @property
+    def segment_index(self) -> int:
+        """Place of the segment in its rollout: the last part of its name."""
+        return int(self.segment_id.rpartition("/")[2])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -35,7 +40,8 @@ class StepPlan:
     policy_version: int
     seed: int
     segments: tuple[SegmentRow, ...]
-    """The whole batch in batch order (group, rollout, segment): advantages are computed over all of it on every rank."""
+    """The whole batch in batch order (group, rollout, then segments as they came about, since discounts run over them): advantages are
+    computed over all of it on every rank."""
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     """[rank][micro-batch] -> places in segments. Every rank has the same number; an empty one is a dummy of weight 0."""
     n_sampled: int
@@ -50,7 +56,7 @@ def plan_step(
     segments: list[SegmentRow], *, step: int, policy_version: int, seed: int, num_ranks: int, micro_batch_tokens: int, cursor: int
 ) -> StepPlan:
     """Plan one step over the segments of its groups, in whatever order they come: the plan depends on their ids alone."""
-    ordered = tuple(sorted(segments, key=lambda row: (row.prompt_index, row.group_id, row.rollout_id, row.segment_id)))
+    ordered = tuple(sorted(segments, key=lambda row: (row.prompt_index, row.group_id, row.rollout_id, row.segment_index)))
     return StepPlan(
         step=step,
         policy_version=policy_version,

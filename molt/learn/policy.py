@@ -48,13 +48,16 @@ class Policy:
         *,
         mesh: RankMesh,
         num_steps: int,
+        updates_per_step: int = 1,
         learning_rate: float | None = None,
     ) -> None:
-        """num_steps: length of the schedule. learning_rate: in place of the actor's (a critic has its own)."""
+        """num_steps: length of the schedule. updates_per_step: train.epochs_per_batch, whose passes share a step of the schedule.
+        learning_rate: in place of the actor's (a critic has its own)."""
         self.actor = actor
         self.peak_learning_rate = actor.learning_rate if learning_rate is None else learning_rate
         self.device = mesh.device
         self.num_steps = num_steps
+        self.updates_per_step = updates_per_step
         self.num_updates = 0
         self.revision = 0
         """Counts changes of the weights, by updates and by loading."""
@@ -88,10 +91,11 @@ class Policy:
 
     def learning_rate(self) -> float:
         """Of the next update: linear warm-up, then the schedule down to actor.min_learning_rate."""
-        peak, floor, warmup = self.peak_learning_rate, self.actor.min_learning_rate, self.actor.warmup_steps
+        peak, floor = self.peak_learning_rate, self.actor.min_learning_rate
+        warmup, length = self.actor.warmup_steps * self.updates_per_step, self.num_steps * self.updates_per_step
         if self.num_updates < warmup:
             return peak * (self.num_updates + 1) / warmup
-        done = min(1.0, (self.num_updates - warmup) / max(1, self.num_steps - warmup))
+        done = min(1.0, (self.num_updates - warmup) / max(1, length - warmup))
         match self.actor.schedule:
             case "linear":
                 return floor + (peak - floor) * (1 - done)

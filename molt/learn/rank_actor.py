@@ -133,7 +133,8 @@ class RankProcess(Member):
         spec, config, mesh = self.spec, self.spec.config, self.meet(place)
         scorer = load_model(spec.model_path, config.actor, config.fsdp, is_deferred=True)
         vocabulary = vocab_size(scorer)
-        self.policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=spec.num_steps)
+        passes = config.train.epochs_per_batch
+        self.policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=spec.num_steps, updates_per_step=passes)
         if config.fsdp.packing_check:
             of_model = {"path": spec.model_path, "attention": config.fsdp.attn_implementation}
             refuse_leaks(lambda packed: self.policy.score(packed)[0], scorer.lm.config, **of_model)

@@ -101,6 +101,13 @@ def test_balance_places_every_segment_once_within_the_token_bound(lengths, num_r
     assert max(loads) - min(loads) <= max(lengths)
 
 
+def test_segments_of_a_rollout_are_planned_in_the_order_in_which_they_came_about():
+    """Discounts, penalties and values run over them; by name the eleventh, .../10, would stand before .../2."""
+    rows = [row(segment=index) for index in (10, 2, 11, 0, 9, 1)]
+    plan = plan_step(rows, step=0, policy_version=0, seed=0, num_ranks=1, micro_batch_tokens=64, cursor=0)
+    assert [found.segment_index for found in plan.segments] == [0, 1, 2, 9, 10, 11]
+
+
 def test_plan_does_not_depend_on_arrival_order_and_survives_json():
     rows = [row(member, segment=s, n_tokens=4 + member) for member in range(3) for s in range(2)]
     kw = dict(step=3, policy_version=2, seed=9, num_ranks=2, micro_batch_tokens=8, cursor=17)

@@ -149,6 +149,14 @@ def test_offloaded_optimizer_gives_the_same_weights(model: Path) -> None:
     assert rank.policy.is_optimizer_offloaded
 
 
+def test_schedule_counts_steps_and_not_the_passes_over_their_batches(model: Path) -> None:
+    rows, actor = make_rows(4), {"learning_rate": 8e-3, "schedule": "linear", "warmup_steps": 1}
+    rank = make_rank(make_config(model, actor={"model_name_or_path": str(model)} | actor, train={"epochs_per_batch": 2}), rows, num_steps=3)
+    rates = [rank.train(make_plan(rows, step=step)).learning_rate for step in range(3)]
+    # Six updates, of which two rise to 8e-3 (4e-3, 8e-3) and four fall to 0 (8, 6, 4, 2); each step tells that of its last one.
+    assert rates == pytest.approx([8e-3, 6e-3, 2e-3])
+
+
 def test_second_pass_over_a_batch_is_held_to_the_log_probs_of_its_start(model: Path) -> None:
     rows = make_rows(6)
     once, twice = make_rank(make_config(model), rows), make_rank(make_config(model, train={"epochs_per_batch": 2}), rows)

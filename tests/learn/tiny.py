@@ -163,7 +163,8 @@ def make_rank(config: Config, rows: Sequence[Row], *, num_steps: int = 10) -> Po
     """A rank in this process; its process group must exist."""
     mesh = make_mesh(config.fsdp.model_copy(update={"num_ranks": dist.get_world_size()}), "cpu")
     scorer = load_model(config.actor.model_name_or_path or "", config.actor, config.fsdp, is_deferred=True)
-    policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=num_steps)
+    passes = config.train.epochs_per_batch
+    policy = Policy(scorer, config.actor, config.fsdp, mesh=mesh, num_steps=num_steps, updates_per_step=passes)
     return PolicyRank(config, policy, MemoryJournal({row.segment_id: row for row in rows}), rank=dist.get_rank())
 
 
