@@ -149,6 +149,7 @@ class TokenScorer(nn.Module):
         bounds = torch.tensor((0, *packed.row_lengths), dtype=torch.int32, device=packed.input_ids.device).cumsum(0, dtype=torch.int32)
         longest = max(packed.row_lengths)
         if self.attention_name == "te":
+            automodel.check_te_memory(packed.row_lengths, self.lm.config)
             ids, places = packed.input_ids[0], packed.position_ids[0]
             return {"input_ids": ids, "position_ids": places, "qkv_format": "thd", "cu_seqlens": bounds, "max_seqlen": longest}
         return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

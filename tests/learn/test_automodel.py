@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.multiprocessing as mp
 
 from molt.config import ActorSettings, FsdpSettings
 from molt.errors import SettingError
-from molt.learn.automodel import cudnn_parts
+from molt.learn.automodel import cudnn_parts, te_backward_bytes
 from molt.learn.model import load_model, uses_automodel
 from molt.learn.packing import pack
 from molt.learn.routes import Routes
@@ -177,3 +178,16 @@ def test_transformer_engine_gets_every_part_of_the_cudnn_that_torch_loaded(tmp_p
     assert cudnn_parts(tmp_path / "none") == []  # no such file on other systems
     maps.write_text("7f01-7f02 r-xp 00 00:2b 11 /usr/lib/libc.so.6\n")
     assert cudnn_parts(maps) == []
+
+
+@pytest.mark.parametrize(
+    "lengths, config, expected",
+    [
+        ([110] * 128, {"num_attention_heads": 9, "hidden_size": 576}, 576 * 2**30),  # 14,080 tokens count as 16,384
+        ([1024], {"num_attention_heads": 32, "hidden_size": 2560, "head_dim": 128}, 4 * 32 * 128 * 1024 * 8),
+        ([60] * 3, {"num_attention_heads": 2, "hidden_size": 8}, 4 * 8 * 4 * 256 * 2),
+        ([2], {"num_attention_heads": 2, "hidden_size": 8}, 4 * 8 * 2),
+    ],
+)
+def test_memory_of_transformer_engine_s_deterministic_backward_pass(lengths: list[int], config: dict[str, int], expected: int) -> None:
+    assert te_backward_bytes(lengths, SimpleNamespace(**config)) == expected

@@ -21,10 +21,11 @@ def main() -> int:
     """All parts; 0 when none failed."""
     made = parser(__doc__)
     made.add_argument("--card", type=int, default=0, help="GPU to run on")
-    made.add_argument("--seams", nargs="+", default=SEAMS, choices=SEAMS, help="classes whose parity is measured")
+    made.add_argument("--seams", nargs="*", default=SEAMS, choices=SEAMS, help="classes whose parity is measured")
     made.add_argument("--attention", default="sdpa", choices=["sdpa", "te", "flex"], help="of AutoModel's layers, in parity and run")
     arguments = made.parse_args()
-    parts = Parts("automodel", arguments.out, work=arguments.work, limit_s=arguments.limit_s)
+    name = "automodel" if arguments.attention == "sdpa" else f"automodel-{arguments.attention}"
+    parts = Parts(name, arguments.out, work=arguments.work, limit_s=arguments.limit_s)
     small = arguments.rehearse
     held: dict[str, World] = {}
     children: dict[str, Child] = {}
@@ -46,6 +47,8 @@ def main() -> int:
             children[seam] = Child(command, log=parts.logs / f"automodel-parity-{seam}.log", env=env)
         own = common(held["world"], engine, small=small) | run_settings(held["world"], run_dir, small=small)
         own |= {} if small else {"fsdp.attn_implementation": arguments.attention}
+        if arguments.attention == "te":
+            own |= {"train.micro_batch_tokens": 1024}  # its deterministic backward pass takes memory by the cube of this
         children["run"] = Child(molt("train", *flags(own)), log=parts.logs / "automodel-run.log", env=env)
         facts["started"] = list(children)
 

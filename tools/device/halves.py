@@ -16,7 +16,9 @@ import asyncio
 import gc
 import itertools
 import shutil
+import statistics
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,12 @@ from tools.device.world import World, make_world
 VOCAB_SIZE = 151_936
 WARM_STEPS = 3
 """Steps at the start that do not count."""
-WAVES = 6
+WAVES = 4
 """Times that the engine is filled."""
-TURNS = 2
-"""Times that both sides of the rollouts are measured, one after the other."""
+MOST_TURNS = 12
+"""Times that both sides of the rollouts are measured, where the time allows."""
+CLOSE_S = 15.0
+"""Time kept for the end of engines and workers."""
 
 
 def main() -> int:
@@ -188,13 +192,23 @@ class Rollouts(Half):
         with asyncio.Runner() as runner:
             try:
                 if run("start", lambda facts: runner.run(self.start(facts, stack)), needs_s=20 if self.is_small else 90):
-                    for turn in range(TURNS):
-                        run(f"alone_{turn}", self.alone, needs_s=20)
-                        run(f"pool_{turn}", lambda facts, turn=turn: runner.run(self.pool(facts, f"pool{turn}")), needs_s=20)
-                    run("ratios", self.ratios)
+                    self.take_turns(lambda facts, name: runner.run(self.pool(facts, name)))
+                    run("ratios", self.ratios, needs_s=0)
             finally:
                 self.bare.end()
                 run("close", lambda facts: runner.run(stack.aclose()), needs_s=-60)
+
+    def take_turns(self, pool: Callable[[dict[str, Any], str], None]) -> None:
+        """Both sides as often as the time allows, each first in every second turn: what drifts on the host meets both alike."""
+        longest = 10.0
+        for turn in range(MOST_TURNS):
+            sides = {"alone": self.alone, "pool": lambda facts, turn=turn: pool(facts, f"pool{turn}")}
+            if self.parts.left_s < 2.2 * longest + CLOSE_S:
+                return
+            for name in sorted(sides, reverse=turn % 2 == 1):
+                if not self.parts.run(f"{name}_{turn}", sides[name]):
+                    return
+                longest = max(longest, self.parts.facts[f"{name}_{turn}"]["seconds"])
 
     def world(self, facts: dict[str, Any]) -> None:
         """Prompts, the model, a tokenizer, and the calls that both sides make."""
@@ -255,7 +269,7 @@ class Rollouts(Half):
 
     def alone(self, facts: dict[str, Any]) -> None:
         """All calls at once."""
-        facts |= self.bare.measure(limit_s=max(20.0, self.parts.left_s - 30))
+        facts |= self.bare.measure(limit_s=max(20.0, self.parts.left_s - CLOSE_S))
 
     async def pool(self, facts: dict[str, Any], name: str) -> None:
         """The same calls through workers, agent and log."""
@@ -279,13 +293,14 @@ class Rollouts(Half):
         return sum(done.n_sampled for group in groups for done in group.done)
 
     def ratios(self, facts: dict[str, Any]) -> None:
-        """What was to be shown: by turns, and of the means."""
-        pairs = [[self.parts.facts[f"{side}_{turn}"].get("tokens_per_s") for side in ("pool", "alone")] for turn in range(TURNS)]
-        whole = [(pool, alone) for pool, alone in pairs if pool and alone]
-        facts |= {
-            "by_turns": [pool / alone for pool, alone in whole],
-            "rollouts_to_alone": sum(pool for pool, _ in whole) / sum(alone for _, alone in whole),
-        }
+        """What was to be shown: of each turn, and of all tokens over all time."""
+        speeds = {name: made["tokens_per_s"] for name, made in self.parts.facts.items() if "tokens_per_s" in made}
+        turns = [(speeds.get(f"pool_{turn}"), speeds.get(f"alone_{turn}")) for turn in range(MOST_TURNS)]
+        pairs = [(pool, alone) for pool, alone in turns if pool and alone]
+        if not pairs:
+            raise RuntimeError("no turn had the time to measure both sides: give more with --limit-s")
+        pool, alone = (statistics.harmonic_mean(side) for side in zip(*pairs, strict=True))
+        facts |= {"by_turns": [one / other for one, other in pairs], "rollouts_to_alone": pool / alone}
 
 
 if __name__ == "__main__":
