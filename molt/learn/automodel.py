@@ -117,13 +117,15 @@ def check_te_memory(row_lengths: Sequence[int], config: Any) -> None:
         raise SettingError(
             f"fsdp.attn_implementation=te with train.deterministic=true: the backward pass of {len(row_lengths)} packed rows, "
             f"{sum(row_lengths)} tokens, takes {needed / 2**30:.1f} GiB in Transformer Engine, {free / 2**30:.1f} GiB are free; "
-            "lower train.micro_batch_tokens (the need grows with its cube), take fsdp.attn_implementation=sdpa, or set train.deterministic=false"
+            "lower train.micro_batch_tokens (the need grows with its cube), take fsdp.attn_implementation=sdpa or set "
+            "train.deterministic=false"
         )
 
 
 def te_backward_bytes(row_lengths: Sequence[int], config: Any) -> int:
-    """Bytes of cuDNN's deterministic backward pass over packed rows, as Transformer Engine asks for it: one float32 gradient of all queries for
-    each row and each 128 keys, rows and tokens counted in powers of two (seen: 576 GiB for 128 rows in 16,384 tokens, 9 heads of 64)."""
+    """Bytes of cuDNN's deterministic backward pass over packed rows, as Transformer Engine asks for it: one float32 gradient of all
+    queries for each row and each 128 keys, rows and tokens counted in powers of two (seen: 576 GiB for 128 rows of 9 heads of 64 in
+    14,080 tokens)."""
     rows, tokens = (1 << (count - 1).bit_length() for count in (len(row_lengths), sum(row_lengths)))
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
