@@ -10,6 +10,8 @@ Three states of a reward are kept apart: a number (0.0 included), absent (no ste
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,6 +28,17 @@ from molt.rollout.engine import FinishReason
 
 LARGEST = float(np.finfo(np.float32).max)
 """What a reward and an outcome may be: the log keeps them as float32."""
+
+
+def number_of(value: Any) -> float | None:
+    """A number of any library as a float, infinite where it is too large for one; None for what is no single number."""
+    try:
+        single = value.item() if hasattr(value, "item") else value
+        return float(single) if isinstance(single, SupportsFloat) else None
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # several numbers, or none
+        return None
 
 
 class StopReason(StrEnum):
@@ -146,18 +159,32 @@ class Result:
 
     def __post_init__(self) -> None:
         for name in ("terminated", "truncated"):
-            if not isinstance(getattr(self, name), bool):
-                raise AgentError(f"Result({name}={getattr(self, name)!r}), it must be True or False; say which")
+            said = getattr(self, name)
+            if not isinstance(said, bool | np.bool_):
+                raise AgentError(f"Result({name}={reprlib.repr(said)}), it must be True or False; say which")
+            object.__setattr__(self, name, bool(said))
         is_over = self.terminated or self.truncated
         if not is_over and self.observation is None:
             raise AgentError("Result(terminated=False, truncated=False) without an observation; give one, or end the rollout")
+        if self.unscorable is not None and not self.unscorable:
+            raise AgentError(f"Result(unscorable={self.unscorable!r}), it says nothing; say why in words, or None when it can be graded")
         for name in ("reward", "outcome"):
             value = getattr(self, name)
-            if value is not None and not abs(value) <= LARGEST:
-                raise AgentError(f"Result({name}={value}), it must be finite as a float32; use unscorable=... when it cannot be graded")
+            if value is None:
+                continue
+            number = number_of(value)
+            if number is None:
+                raise AgentError(f"Result({name}={reprlib.repr(value)}), it is a {type(value).__name__}; give one number, or None")
+            if not abs(number) <= LARGEST:
+                raise AgentError(f"Result({name}={number:g}), it must be finite as a float32; use unscorable=... when it cannot be graded")
+            object.__setattr__(self, name, number)
+        metrics = {}
         for name, value in self.metrics.items():
-            if not isinstance(name, str) or not isinstance(value, SupportsFloat):
-                raise AgentError(f"Result(metrics={{{name!r}: {value!r}}}), metrics are numbers by name")
+            number = number_of(value)
+            if not isinstance(name, str) or number is None:
+                raise AgentError(f"Result(metrics={{{name!r}: {reprlib.repr(value)}}}), metrics are numbers by name")
+            metrics[name] = number
+        object.__setattr__(self, "metrics", metrics)
 
 
 class Env:

@@ -15,11 +15,13 @@ The agent runs in a task of its own, watched with rollout.timeout_s. What ends i
 from __future__ import annotations
 
 import asyncio
+import sysconfig
 import time
 import traceback
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from molt.agents.env import LARGEST, AgentRunner, Env, Observation, Result, StopReason, check_messages
@@ -35,6 +37,8 @@ from molt.rollout.engine import FinishReason, Sampling
 
 T = TypeVar("T")
 
+_NOT_OWN = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, "<frozen")
+"""Where files lie that no agent's author wrote."""
 CLOSE_TIMEOUT_S = 10.0
 """Longest wait for user code to grade what was cut, and to clean up after itself."""
 
@@ -93,13 +97,13 @@ class _Progress:
         if not isinstance(result, Result):
             raise AgentError(f"the agent returned {type(result).__name__}; return a Result")
         if result.reward is not None:
-            self.earned = (self.earned or 0.0) + float(result.reward)
+            self.earned = (self.earned or 0.0) + result.reward
             if abs(self.earned) > LARGEST:
                 raise AgentError(f"the rewards of this rollout add up to {self.earned:g}, which is not finite as a float32")
         if result.outcome is not None:
-            self.outcome = float(result.outcome)
+            self.outcome = result.outcome
         self.unscorable = result.unscorable or self.unscorable
-        self.metrics |= {name: float(value) for name, value in result.metrics.items()}
+        self.metrics |= result.metrics
 
     def end(self, result: Result) -> None:
         """Count the last result in."""
@@ -155,9 +159,13 @@ async def run_episode(
 
 
 def _where(error: BaseException) -> str:
-    """File and line at which an error was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
+    """File and line at which an error was raised; where that is in a library, the newest line of the user's own before it."""
+    frames = [(frame.filename, f"{frame.filename}:{frame.lineno}") for frame in traceback.extract_tb(error.__traceback__)]
+    if not frames:
+        return "unknown place"
+    place = frames[-1][1]
+    own = next((line for file, line in reversed(frames) if not file.startswith(_NOT_OWN)), place)
+    return place if own == place else f"{own}, raised at {place}"
 
 
 async def _drive_env(runner: AgentRunner, prompt: Prompt, policy: Policy, progress: _Progress, limits: EpisodeLimits) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CellType
+from typing import Any
 
-from molt.agents.env import AgentRunner
+from molt.agents.env import AgentRunner, Env
 from molt.errors import SettingError
 
 
@@ -42,16 +46,46 @@ def load_agent(path: str | Path) -> LoadedAgent:
         sys.modules[module_name] = module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() would end this process without a word
             del sys.modules[module_name]
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+            place = f" in line {lines[-1]}" if lines else ""
             raise SettingError(
-                f"train.agent_path={path}, it cannot be imported ({type(error).__name__}: {error}); mend the file"
+                f"train.agent_path={path}, it cannot be imported ({type(error).__name__}: {error}{place}); mend the file"
             ) from error
     runner = getattr(module, "AgentRunner", None)
     if not (isinstance(runner, type) and issubclass(runner, AgentRunner)) or runner is AgentRunner:
         found = "exports no AgentRunner" if runner is None else f"exports AgentRunner={runner!r}"
         raise SettingError(f"train.agent_path={path}, it {found}; export `class AgentRunner(molt.agents.AgentRunner)`")
+    unfinished = _unfinished(runner)
+    if unfinished is not None:
+        raise SettingError(f"train.agent_path={path}, {unfinished}")
     return LoadedAgent(path=file, runner=runner, digest=agent_digest(file))
+
+
+def _unfinished(runner: type[AgentRunner]) -> str | None:
+    """What an agent lacks, or what it does that nobody can await, in words; None when a rollout can begin."""
+    env, makes_env = runner.env, runner.make_env is not AgentRunner.make_env
+    if runner.run is AgentRunner.run and not makes_env:
+        if env is None:
+            return "its AgentRunner sets no env and overrides neither make_env nor run; do one of them"
+        if not (isinstance(env, type) and issubclass(env, Env)):
+            return f"its AgentRunner has env={env!r}; give a class derived from molt.agents.Env"
+        if env.step is Env.step:
+            return f"its {env.__name__} has no step; write `async def step(self, action)`"
+    envs = [(env, ("reset", "step", "cut", "close"))] if isinstance(env, type) else []
+    for kind, names in [(runner, ("start", "close", "run", "cut")), *envs]:
+        for name in names:
+            if not _is_async(getattr(kind, name)):
+                return f"{kind.__name__}.{name} is not async; write `async def {name}`"
+    return None
+
+
+def _is_async(function: Any) -> bool:
+    """Whether calling it gives something to await. Of a decorated function it is enough that what it wraps does."""
+    inner = inspect.unwrap(function)
+    held = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if cell != CellType()]
+    return not inspect.isfunction(inner) or any(inspect.iscoroutinefunction(found) for found in (inner, *held))
 
 
 def agent_digest(file: Path) -> str:

@@ -111,7 +111,7 @@ def _prompt(values: dict[str, Any], index: int, settings: DataSettings, folder: 
     is_found, value = _get(values, key)
     if not is_found:
         raise ValueError(
-            f"neither data.messages_key={settings.messages_key} nor data.input_key={settings.input_key} is there; "
+            f"neither data.messages_key={settings.messages_key} nor data.input_key={settings.input_key} holds a value; "
             f"its keys are {', '.join(sorted(values)) or 'none'}"
         )
     if key == settings.messages_key:

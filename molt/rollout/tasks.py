@@ -128,6 +128,18 @@ class RefitTimes:
     """Engine to error; such an engine is out of service until it takes a later refit."""
 
 
+LONGEST_ERROR = 4000
+"""Characters of an error that the log keeps; an agent may raise with a whole page that a server answered."""
+
+
+def shortened(error: str) -> str:
+    """Beginning and end of a long text, and how much was between them."""
+    if len(error) <= LONGEST_ERROR:
+        return error
+    half = LONGEST_ERROR // 2
+    return f"{error[:half]} ... {len(error) - 2 * half} characters left out ... {error[-half:]}"
+
+
 def failed_rollout(task: RolloutTask, reason: FailureReason, error: str, *, n_sampled: int = 0, is_retryable: bool = True) -> RolloutFailed:
     """The outcome of a try that left nothing."""
     return RolloutFailed(
@@ -136,7 +148,7 @@ def failed_rollout(task: RolloutTask, reason: FailureReason, error: str, *, n_sa
         member=task.member,
         engine=task.engine,
         reason=reason,
-        error=error,
+        error=shortened(error),
         n_sampled=n_sampled,
         num_tries=task.try_number + 1,
         is_retryable=is_retryable,

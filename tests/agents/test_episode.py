@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 import molt.agents as agents
 from molt.agents.episode import Episode, EpisodeIds, EpisodeLimits, run_episode
@@ -153,6 +156,14 @@ async def test_agent_that_raises_fails_the_rollout_with_its_place(prompt, render
     assert type(runner.make_env(prompt)).closed == 1
 
 
+async def test_error_inside_a_library_names_the_agents_own_line_first(prompt, renderer) -> None:
+    async def step() -> agents.Result:
+        return agents.Result(terminated=True, truncated=False, reward=json.loads("{"))
+
+    with pytest.raises(AgentError, match=r"JSONDecodeError: .* \(.*test_episode.py:\d+, raised at .*decoder.py:\d+\)"):
+        await run(runner_of(step), prompt, renderer, "one")
+
+
 async def test_agent_that_overruns_without_earnings_fails(prompt, renderer) -> None:
     with pytest.raises(AgentTimeoutError, match=r"rollout.timeout_s=0.05 was reached in the agent's code, after 1 model calls"):
         await run(runner_of(hang), prompt, renderer, "one", timeout_s=0.05)
@@ -242,6 +253,29 @@ def test_result_that_says_nothing_is_refused() -> None:
     assert agents.Result(terminated=True, truncated=False, metrics={"share": np.float32(0.5)}).metrics == {"share": 0.5}
     with pytest.raises(AgentError, match="must be True or False"):
         agents.Result(terminated=None, truncated=False)  # type: ignore[arg-type]
+    for given, kind in [("0.5", "str"), ([0.5], "list"), (1j, "complex"), (np.array([1.0, 2.0]), "ndarray"), (torch.zeros(2), "Tensor")]:
+        with pytest.raises(AgentError, match=rf"Result\(reward=.*\), it is a {kind}; give one number, or None"):
+            agents.Result(terminated=True, truncated=False, reward=given)  # type: ignore[arg-type]
+    with pytest.raises(AgentError, match=r"Result\(outcome=inf\), it must be finite"):
+        agents.Result(terminated=True, truncated=False, outcome=10**400)
+    with pytest.raises(AgentError, match=r"unscorable='.*it says nothing"):
+        agents.Result(terminated=True, truncated=False, reward=1.0, unscorable="")
+
+
+def test_numbers_of_any_library_become_plain_ones() -> None:
+    given = [
+        True,
+        1,
+        np.float32(0.5),
+        np.array([0.5]),
+        np.bool_(True),
+        torch.tensor(0.5, requires_grad=True),
+        torch.tensor([0.5]),
+        Fraction(1, 2),
+    ]
+    results = [agents.Result(terminated=np.bool_(True), truncated=False, reward=value) for value in given]  # type: ignore[arg-type]
+    assert [(type(result.reward), result.reward) for result in results] == [(float, value) for value in (1, 1, 0.5, 0.5, 1, 0.5, 0.5, 0.5)]
+    assert {result.terminated for result in results} == {True} and type(results[0].terminated) is bool
 
 
 async def test_cut_call_goes_on_in_the_same_turn_within_its_budget(prompt, renderer) -> None:

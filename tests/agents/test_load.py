@@ -9,7 +9,17 @@ import pytest
 from molt.agents.load import agent_digest, load_agent
 from molt.errors import SettingError
 
-GOOD = "import molt.agents as agents\n\n\nclass AgentRunner(agents.AgentRunner):\n    env = agents.Env\n"
+GOOD = """import molt.agents as agents
+
+
+class One(agents.Env):
+    async def step(self, action):
+        return agents.Result(terminated=True, truncated=False)
+
+
+class AgentRunner(agents.AgentRunner):
+    env = One
+"""
 
 
 @pytest.mark.parametrize(
@@ -22,6 +32,13 @@ GOOD = "import molt.agents as agents\n\n\nclass AgentRunner(agents.AgentRunner):
         ("other.py", "AgentRunner = 5\n", "exports AgentRunner=5"),
         ("broken.py", "import no_such_module_here\n", "cannot be imported .ModuleNotFoundError: No module named 'no_such_module_here'"),
         ("syntax.py", "def (:\n", "cannot be imported .SyntaxError"),
+        ("place.py", "limit = 1\nassert limit > 1, 'too low'\n", "cannot be imported .AssertionError: too low in line 2."),
+        ("exit.py", "import sys\n\nsys.exit(3)\n", "cannot be imported .SystemExit: 3 in line 3."),
+        ("no_env.py", GOOD.replace("env = One", "pass"), "sets no env and overrides neither make_env nor run"),
+        ("instance.py", GOOD.replace("env = One", "env = One(None)"), "has env=<.*; give a class derived from molt.agents.Env"),
+        ("no_step.py", GOOD.replace("env = One", "env = agents.Env"), "its Env has no step"),
+        ("plain_step.py", GOOD.replace("async def step", "def step"), "One.step is not async; write `async def step`"),
+        ("plain_run.py", GOOD.replace("env = One", "\n    def run(self, prompt, model): ..."), "AgentRunner.run is not async"),
     ],
 )
 def test_file_that_is_no_agent_is_refused(tmp_path: Path, name: str, text: str | None, said: str) -> None:
@@ -29,6 +46,12 @@ def test_file_that_is_no_agent_is_refused(tmp_path: Path, name: str, text: str |
         (tmp_path / name).write_text(text)
     with pytest.raises(SettingError, match=rf"train.agent_path=.*{said}"):
         load_agent(tmp_path / name)
+
+
+def test_step_behind_a_decorator_is_taken_as_what_it_wraps(tmp_path: Path) -> None:
+    decorated = GOOD.replace("class One", "def logged(step):\n    return lambda self, action: step(self, action)\n\n\nclass One")
+    (tmp_path / "decorated.py").write_text(decorated.replace("    async def", "    @logged\n    async def"))
+    assert load_agent(tmp_path / "decorated.py").runner.env is not None
 
 
 def test_agent_is_loaded_once(tmp_path: Path) -> None:

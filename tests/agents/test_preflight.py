@@ -16,8 +16,12 @@ from molt.errors import SettingError
 AGENT = """
 import molt.agents as agents
 
+class Once(agents.Env):
+    async def step(self, action):
+        return agents.Result(terminated=True, truncated=False)
+
 class AgentRunner(agents.AgentRunner):
-    env = agents.Env
+    env = Once
 """
 
 
@@ -89,7 +93,7 @@ def test_some_long_prompts_are_counted(world: dict[str, str]) -> None:
 
 def test_agent_that_makes_its_own_prompt_is_not_judged_by_the_rows(world: dict[str, str]) -> None:
     reset = "async def reset(self):\n        return agents.Observation.user('x' * 1000)"
-    own = f"\nclass Own(agents.Env):\n    {reset}\n\nAgentRunner.env = Own\n"
+    own = f"\nclass Own(Once):\n    {reset}\n\nAgentRunner.env = Own\n"
     Path(world["agent"]).write_text(AGENT + own)
     assert preflight(config(world, max_len=4)).num_too_long is None
 

@@ -127,7 +127,7 @@ def test_content_names_a_prompt(tmp_path: Path) -> None:
         (b'{"input": "x"}\n{"input": "tor', 2, "the last line is cut short"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", 1, "Git LFS pointer"),
         (b'["a", "list"]\n', 1, "a row is a JSON object"),
-        (b'{"question": "x"}\n', 1, "neither data.messages_key=messages nor data.input_key=input is there; its keys are question"),
+        (b'{"question": "x"}\n', 1, "neither data.messages_key=messages nor data.input_key=input holds a value; its keys are question"),
         (b'{"input": ""}\n', 1, "input is empty or a placeholder"),
         (b'{"input": "<PLACEHOLDER>"}\n', 1, "empty or a placeholder: '<PLACEHOLDER>'"),
         (b'{"input": 5}\n', 1, "input is a number; it must be a string or a list of messages"),

@@ -19,7 +19,7 @@ from molt.log.reader import LogReader
 from molt.log.writer import LogWriter
 from molt.rollout import worker as worker_module
 from molt.rollout.engine import FinishReason, Generation
-from molt.rollout.tasks import FailureReason, GroupTask, RolloutDone, RolloutFailed, RolloutTask
+from molt.rollout.tasks import FailureReason, GroupTask, RolloutDone, RolloutFailed, RolloutTask, shortened
 from molt.rollout.worker import RolloutWorker
 from tests.agents.scripted import ScriptedEngine, generation
 
@@ -129,3 +129,10 @@ async def test_what_a_cut_call_has_sampled_is_counted(rig: Rig, how: str) -> Non
     (fact,) = rig.rows("events", ["kind", "body"])
     assert fact["kind"] == "calls_cut"
     assert json.loads(fact["body"]) == {"rollout_id": "e0-p0/0/0", "group_id": "e0-p0", "member": 0, "n_sampled": 5}
+
+
+def test_long_error_keeps_its_beginning_and_its_end() -> None:
+    # 1,000 + 9,000 + 1,000 characters: 2,000 stay at each end, 7,000 go
+    cut = shortened("a" * 1000 + "b" * 9000 + "c" * 1000)
+    assert cut == "a" * 1000 + "b" * 1000 + " ... 7000 characters left out ... " + "b" * 1000 + "c" * 1000
+    assert shortened("a" * 4000) == "a" * 4000
