@@ -8,8 +8,11 @@ Transformer Engine needs its torch extension (te_build).
 
 from __future__ import annotations
 
+import atexit
 import gc
 import time
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +66,7 @@ class Kinds:
 
     def plain(self, facts: dict[str, Any]) -> None:
         """The Hugging Face class in float32, row by row: what every kind is compared with."""
-        policy = self._policy("hf", "sdpa", "float32")
+        policy = policy_of(self.model, "hf", "sdpa", "float32")
         self.expected = np.concatenate([self._score(policy, [ids], [mask]) for ids, mask in zip(self.ids, self.masks, strict=True)])
         facts |= {"num_rows": len(self.ids), "num_tokens": sum(map(len, self.ids)), "longest": max(map(len, self.ids))}
 
@@ -72,7 +75,7 @@ class Kinds:
         import torch
 
         implementation, attention = KINDS[name]
-        policy = self._policy(implementation, attention, "float32" if self.is_small else "bfloat16")
+        policy = policy_of(self.model, implementation, attention, "float32" if self.is_small else "bfloat16")
         packed = self._score(policy, self.ids, self.masks)
         alone = np.concatenate([self._score(policy, [ids], [mask]) for ids, mask in zip(self.ids, self.masks, strict=True)])
         changed = [ids.copy() for ids in self.ids]
@@ -91,26 +94,6 @@ class Kinds:
             facts["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         if facts["leak_max"] > LEAK_LIMIT:
             raise AssertionError(f"a row changes when another does: {facts}")
-
-    def _policy(self, implementation: str, attention: str, dtype: str) -> Any:
-        import torch
-
-        from molt.config import Config
-        from molt.learn.alone import alone
-        from molt.learn.model import load_model
-        from molt.learn.policy import Policy
-
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        actor = {"model_name_or_path": str(self.model), "implementation": implementation, "dtype": dtype}
-        config = Config.model_validate({"actor": actor, "fsdp": {"attn_implementation": attention}})
-        if not torch.distributed.is_initialized():
-            self._group = alone()  # kept for the whole program
-            self._mesh = self._group.__enter__()
-        scorer = load_model(str(self.model), config.actor, config.fsdp, is_deferred=True)
-        return Policy(scorer, config.actor, config.fsdp, mesh=self._mesh, num_steps=1)
 
     def _score(self, policy: Any, ids: list[np.ndarray], masks: list[np.ndarray]) -> np.ndarray:
         """(N,) log-probs of the tokens that count, nats; none of a row of one token."""
@@ -141,6 +124,34 @@ class Kinds:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return 1000 * (time.perf_counter() - began) / NUM_TIMED
+
+
+def policy_of(model: Path, implementation: str, attention: str, dtype: str) -> Any:
+    """The policy of one process with a model; what was on the card before is let go."""
+    import torch
+
+    from molt.config import Config
+    from molt.learn.model import load_model
+    from molt.learn.policy import Policy
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    actor = {"model_name_or_path": str(model), "implementation": implementation, "dtype": dtype}
+    config = Config.model_validate({"actor": actor, "fsdp": {"attn_implementation": attention}})
+    scorer = load_model(str(model), config.actor, config.fsdp, is_deferred=True)
+    return Policy(scorer, config.actor, config.fsdp, mesh=_mesh(), num_steps=1)
+
+
+@cache
+def _mesh() -> Any:
+    """Of a process alone, for the whole program."""
+    from molt.learn.alone import alone
+
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(alone())
 
 
 if __name__ == "__main__":
