@@ -220,7 +220,8 @@ def faults() -> list[str]:
         "",
         *_text(
             f"`kills.json`: an engine's core killed in the middle of {parts['engine']['num_rollouts_tried_again']} answers,",
-            f"another's actor in the middle of {parts['engine_actor']['num_rollouts_tried_again']}, all tried again; a trainer rank killed in a step: the run",
+            f"another's actor in the middle of {parts['engine_actor']['num_rollouts_tried_again']}, all tried again;",
+            "a trainer rank killed in a step: the run",
             f"ended in {parts['trainer']['ended_after_s']:.0f} s by name, and `--resume` went on from step",
             f"{parts['resume']['resumed_from_step']}. Generated tokens {audit['generated']:,},",
             f"accounted {audit['accounted']:,}; {lost} of {seen:,} rows seen before were lost or changed.",
