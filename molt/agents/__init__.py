@@ -1,7 +1,7 @@
 """Agents: the programs that act, and the capture of what the policy sampled for them."""
 
+from molt.agents.callforms import ToolCall
 from molt.agents.env import Action, AgentRunner, Env, Model, Observation, Result, StopReason, Tool
-from molt.agents.toolcalls import ToolCall
 from molt.data.images import Image
 from molt.data.messages import Message
 from molt.data.prompts import Prompt

@@ -19,7 +19,8 @@ from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
-from molt.agents.toolcalls import ToolCall, parse_tool_calls
+from molt.agents.callforms import ToolCall
+from molt.agents.toolcalls import parse_tool_calls
 from molt.data.images import Image
 from molt.data.messages import ROLES, TURN_KEY, Message, image_part, text_part, texts_of
 from molt.data.prompts import Prompt
@@ -121,11 +122,13 @@ class Action:
     finish_reason: FinishReason
     turn: int
     """Model calls before this one."""
+    tools: Sequence[Tool] = ()
+    """The agent's: they say of which type an argument is, in forms whose text does not."""
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls in the text, bad ones with what is wrong with them (the form of Hermes and Qwen models)."""
-        return parse_tool_calls(self.text)
+        """The calls in the text, bad ones with what is wrong with them, in any form of molt.agents.callforms."""
+        return parse_tool_calls(self.text, {tool.name: tool.parameters for tool in self.tools})
 
     @property
     def message(self) -> Message:

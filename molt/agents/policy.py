@@ -121,7 +121,13 @@ class Policy:
         self.last_finish = generation.finish_reason
         # A call that sampled nothing is no turn: nothing continues it.
         text = self._conversation.add(messages, prompt, generation.token_ids, number=turn).text if len(generation.token_ids) else ""
-        return Action(text=text, token_ids=generation.token_ids, finish_reason=generation.finish_reason, turn=turn)
+        return Action(
+            text=text,
+            token_ids=generation.token_ids,
+            finish_reason=generation.finish_reason,
+            turn=turn,
+            tools=self._conversation.renderer.tools,
+        )
 
     async def _see(self, images: Sequence[Image]) -> None:
         """Stop before a call with too many images; refuse one that is too large. The processor looks at new ones in a thread of its own,

@@ -100,6 +100,7 @@ class ChatRenderer:
                 f"actor.model_name_or_path={tokenizer.name}, its tokenizer has no chat template; "
                 "add chat_template.jinja, or set data.apply_chat_template=false"
             )
+        self.tools = tools
         definitions = [tool.definition() for tool in tools]
         self.template = ChatTemplate(tokenizer, source, tools=definitions, arguments=template_kwargs or {})
         ends = {*(tokenizer.id_of(text) for text in self.template.turn_ends[:1]), tokenizer.eos_id, *tokenizer.end_ids}

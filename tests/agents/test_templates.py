@@ -12,6 +12,7 @@ from molt.agents.env import Tool
 from molt.agents.probe import check_template, probe_template
 from molt.agents.render import ChatRenderer
 from molt.agents.template import ReasoningForm, common_length
+from molt.agents.toolcalls import parse_tool_calls
 from molt.errors import AgentError, SettingError
 from tests.agents.tokenizers_for_tests import byte_tokenizer
 
@@ -36,6 +37,8 @@ DROP_REASONING = {
     *("nemotron_3_nano", "nemotron_3_nano_training", "nemotron_3_super", "nemotron_3_super_training"),
     *("nemotron_3_ultra", "nemotron_3_ultra_training", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"),
 }
+UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
+"""A quote within a string ends it there."""
 ONE_CALL_A_TURN = {"llama3_1", "llama3_2"}
 
 
@@ -43,6 +46,15 @@ def make_renderer(name: str, *, tools: tuple[Tool, ...] = (TOOL,)) -> ChatRender
     source = (FOLDER / f"{name}.jinja").read_text()
     ends = tuple(text for text in FURTHER_ENDS if text in source)
     return ChatRenderer(byte_tokenizer(source, ends=ends, special=("</think>",) if "</think>" in source else ()), tools=tools)
+
+
+KINDS = {"zzkey": "string", "zznum": "integer", "zzflag": "boolean", "zzlist": "array", "zzmap": "object"}
+ARGUMENTS = {"zzkey": "a \"b\" 'c'\n<d> & e", "zznum": 3, "zzflag": True, "zzlist": [1, "b", None], "zzmap": {"f": 0.5}}
+TYPED = Tool(
+    name="zzcall",
+    description="A tool",
+    parameters={"type": "object", "properties": {key: {"type": kind, "description": key} for key, kind in KINDS.items()}},
+)
 
 
 def family(name: str) -> str:
@@ -235,3 +247,19 @@ def test_template_that_hides_tools_is_refused_for_an_agent_with_tools() -> None:
 def test_template_that_refuses_chat_is_refused_at_start() -> None:
     with pytest.raises(SettingError, match=r"cannot be used.*no chat for you"):
         ChatRenderer(byte_tokenizer("{{ raise_exception('no chat for you') }}"))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if family(name) not in NO_CALLS])
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_a_call_as_the_template_writes_it_is_read_back(name: str, num_calls: int) -> None:
+    if num_calls > 1 and family(name) in {*ONE_CALL_A_TURN, "gptoss"}:
+        return
+    arguments = ARGUMENTS | ({"zzkey": "a\n<b>"} if name in UNESCAPED else {})
+    call = {"type": "function", "id": "zzid00000", "function": {"name": "zzcall", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call] * num_calls}]
+    said = make_renderer(name, tools=(TYPED,)).text(messages, add_generation_prompt=False).split("zzquestion")[-1]
+    for marker in ("<|im_end|>", "<|eot_id|>", "<turn|>", "<|start_header_id|>assistant<|end_header_id|>", "<|im_start|>assistant"):
+        said = said.replace(marker, "")  # no part of what a model samples, or the end of it
+    calls = parse_tool_calls(said, {"zzcall": TYPED.parameters})
+    assert [(found.name, found.problem) for found in calls] == [("zzcall", None)] * num_calls
+    assert all(found.arguments == arguments for found in calls)
