@@ -186,9 +186,11 @@ class EngineActor:
         return await self._engine.weights_digest()
 
     async def health(self) -> EngineHealth:
-        """Answered between passes by the same loop that serves calls."""
+        """Answered between passes by the same loop that serves calls; EngineError once the engine cannot sample any more."""
         import os
 
+        if (death := getattr(self._engine, "death", None)) is not None:
+            raise EngineError(f"engine {self._spec.name} is dead: {death}")
         sampled = getattr(self._engine, "num_sampled", self._num_finished)
         return EngineHealth(num_in_flight=self._num_in_flight, num_sampled=sampled, is_paused=self._is_paused, pid=os.getpid())
 

@@ -53,19 +53,27 @@ class Handler:
     """Watches vLLM's output handler, so that one can wait until everything that the engine core sent has been taken in.
 
     The core answers a pause on the same ordered channel after the outputs of its last step. When the handler then waits for
-    more and the queue before it is empty, nothing is under way.
+    more and the queue before it is empty, nothing is under way. An error there is the end of vLLM: calls end with it, but of those
+    that are no generation (a pause, a refit) vLLM itself would wait for the answer for ever.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
         self._inner = client.get_output_async
         self._is_waiting = asyncio.Event()
+        self.death: str | None = None
         client.get_output_async = self._get
 
     async def _get(self) -> Any:
         self._is_waiting.set()
         try:
             return await self._inner()
+        except Exception as error:
+            self.death = f"{type(error).__name__}: {error}"
+            for waiting in self._client.utility_results.values():
+                if not waiting.done():
+                    waiting.set_exception(EngineError(f"vLLM's core is gone ({self.death})"))
+            raise
         finally:
             self._is_waiting.clear()
 

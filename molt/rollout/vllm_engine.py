@@ -26,14 +26,7 @@ from molt.data.images import Image
 from molt.errors import EngineError, MoltError, RefitError
 from molt.rollout.engine import EngineInfo, Generation, RefitReport, Sampling, WeightSource, nothing_sampled
 from molt.rollout.lifeline import name_engine
-from molt.rollout.vllm_calls import (
-    Call,
-    Handler,
-    can_leave_routes_out,
-    prompt_of,
-    sampling_params,
-    to_generation,
-)
+from molt.rollout.vllm_calls import Call, Handler, can_leave_routes_out, prompt_of, sampling_params, to_generation
 from molt.rollout.vllm_counts import EngineCounts, stat_logger
 from molt.rollout.vllm_settings import engine_arguments
 from molt.rollout.vllm_weights import VllmWeights
@@ -161,6 +154,11 @@ class VllmEngine:
     @property
     def _vocab_size(self) -> int:
         return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def death(self) -> str | None:
+        """Why it never samples again: a core is gone."""
+        return None if self._handler is None else self._handler.death
 
     @property
     def num_sampled(self) -> int:

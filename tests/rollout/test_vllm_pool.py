@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from molt.data.tiny import make_model
+from molt.errors import EngineError
 from molt.rollout.pool import RolloutPool
 from tests.rollout.test_pool import group, new_weights, rig, settings
 
@@ -72,8 +73,25 @@ async def test_rollouts_refits_and_deaths(session: None, tmp_path: Path) -> None
         failed = r.events("rollout_failed", "e0-p2")
         assert failed and {body["reason"] for body in failed} == {"engine_error"}
 
+        # The core dies in the middle of a refit: that ends at once, and no call goes there any more.
+        handle = r.pool._fleet.berths["vllm-0+1"].handle
+        core = next(c for c in psutil.Process((await handle.health()).pid).children() if "EngineCore" in " ".join(c.cmdline()))
+        await handle.pause("keep")
+        core.suspend()
+        refit = asyncio.create_task(handle.refit(new_weights(model, tmp_path, 2)))
+        await asyncio.sleep(1.0)
+        core.kill()
+        async with asyncio.timeout(30.0):  # half of the time that a refit may take
+            with pytest.raises(EngineError, match="core is gone"):
+                await refit
+        with pytest.raises(EngineError, match="is dead"):
+            await handle.health()
+        assert not await r.pool._fleet.examine("vllm-0+1")
+        await r.pool.dispatch(group(3, size=4))
+        assert {done.engine for done in (await r.pool.next(LIMIT_S)).done} == {"vllm-0+2"}
+
         # The actor itself is killed: nothing of vLLM outlives it.
-        actor = psutil.Process((await r.pool._fleet.berths["vllm-0+1"].handle.health()).pid)
+        actor = psutil.Process((await r.pool._fleet.berths["vllm-0+2"].handle.health()).pid)
         children = actor.children(recursive=True)
         assert children
         actor.kill()
