@@ -3,7 +3,7 @@
 refit:  hold rollouts' calls -> pause all -> every engine loads and compares digests -> all that agree resume
         none agrees: RefitError, the old version serves on everywhere
         some do not: those are out of service (their rollouts are tried again elsewhere) until a later refit succeeds on them
-An engine that dies is out of service for good, and another starts in its place: a newcomer. It takes the newest weights from where
+An engine that dies, or does not start, is out of service for good, and another starts in its place: a newcomer. It takes the newest weights from where
 they lie (file, handles), or waits for a broadcast of its own; rollouts wait with it when no other engine serves. When none is left and
 none comes, EngineError.
 """
@@ -70,6 +70,8 @@ class Fleet:
         self.berths: dict[str, Berth] = {}
         self.policy_version = 0
         self._launch = launch
+        self._first: EngineInfo | None = None
+        """What an engine served at the start."""
         self._source: WeightSource | None = None
         """Weights that all engines took last."""
         self._coming: dict[str, asyncio.Task[None]] = {}
@@ -80,14 +82,20 @@ class Fleet:
         self._is_awake.set()
 
     async def start(self) -> list[EngineInfo]:
-        """Start all; EngineError unless every one starts and all serve the same weights."""
+        """Start all. One that does not start is replaced as one that dies is, while the others serve; EngineError when none starts."""
         self.berths = {spec.name: Berth(spec=spec, handle=self._launch(spec)) for spec in self.specs}
-        infos = await asyncio.gather(*(berth.handle.start() for berth in self.berths.values()))
-        digests = {info.name: info.weights_digest for info in infos}
+        infos, failed = await self._each(self._handles(), lambda handle: handle.start())
+        for error in failed.values():
+            if not infos or not isinstance(error, EngineError):
+                raise error
+        digests = {info.name: info.weights_digest for info in infos.values()}
         if len(set(digests.values())) != 1:
             raise EngineError(f"engines started with different weights: {digests}; give all the same model")
-        self.policy_version = infos[0].policy_version
-        return list(infos)
+        self._first = next(iter(infos.values()))
+        self.policy_version = self._first.policy_version
+        for name, error in failed.items():
+            self.retire(name, f"it did not start: {error}")
+        return list(infos.values())
 
     @property
     def serving(self) -> list[Berth]:
@@ -143,7 +151,9 @@ class Fleet:
             await self._is_awake.wait()
             num_failed = 1 if old.is_settled else old.num_failed + 1
             berth = Berth(spec=spec, handle=self._launch(spec), is_stale=True, num_replaced=number, num_failed=num_failed)
-            await berth.handle.start()
+            info = await berth.handle.start()
+            if self._first is not None and info.weights_digest != self._first.weights_digest:
+                raise EngineError(f"it loaded other weights ({info.weights_digest}) than {self._first.name} did at the start")
             async with self._one_refit:
                 self.berths[spec.name] = berth
                 if self._source is not None and self._source.reaches is not None:

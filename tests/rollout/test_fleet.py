@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -267,6 +267,29 @@ async def test_replacements_that_never_start_are_told() -> None:
     fleet = await started(1, harbour)
     fleet.retire("e0", "it hangs")
     with pytest.raises(EngineError, match=f"no memory {MAX_REPLACEMENTS}"):
+        await fleet.take_berth()
+
+
+async def test_one_that_does_not_start_with_the_others_is_replaced_while_they_serve() -> None:
+    harbour = Harbour(e1=EngineError("its process was killed"))
+    fleet = await started(2, harbour)
+    assert [berth.spec.name for berth in fleet.serving] == ["e0"] and harbour.engines["e1"].log[-1] == "kill"
+    assert fleet.berths["e1"].death == "it did not start: its process was killed"
+    await asyncio.sleep(0.01)
+    assert sorted(berth.spec.name for berth in fleet.serving) == ["e0", "e1+1"]
+
+
+async def test_engines_of_which_none_starts_end_the_run_with_the_first_cause() -> None:
+    with pytest.raises(EngineError, match="no memory 0"):
+        await started(2, Harbour(e0=EngineError("no memory 0"), e1=EngineError("no memory 1")))
+
+
+async def test_a_replacement_with_another_model_does_not_serve() -> None:
+    harbour = Harbour()
+    fleet = await started(1, harbour)
+    fleet._first = replace(fleet._first, weights_digest="another")  # type: ignore[type-var]
+    fleet.retire("e0", "it hangs")
+    with pytest.raises(EngineError, match="it loaded other weights"):
         await fleet.take_berth()
 
 
