@@ -55,7 +55,8 @@ def learning() -> list[str]:
 def overlap() -> list[str]:
     """Both halves beside what they are made of, and asynchronous beside synchronous steps."""
     whole, rollouts, training = _parts("overlap"), _parts("halves-rollouts")["ratios"], _parts("halves-training")["ratios"]
-    turns = "tokens/s of rollouts to vLLM alone on the same prompts, by turns " + " and ".join(map(_number, rollouts["by_turns"]))
+    ratios = rollouts["by_turns"]
+    turns = f"tokens/s of rollouts to vLLM alone on the same prompts, {len(ratios)} turns, {min(ratios):.2f} to {max(ratios):.2f} each"
     return [
         "## Rollout beside training",
         "",
@@ -168,13 +169,16 @@ def switches() -> list[str]:
 
 
 def attention() -> list[str]:
-    """Every attention of both model seams."""
-    parts = _parts("attention")
+    """Every attention of both model seams, and the check of every run at its start."""
+    parts, mixtures = _parts("attention"), _parts("apart")
     rows = [
         [name, f"{cell['mean_from_plain']:.4f}", f"{cell['leak_max']:g}", f"{cell['step_ms']:.0f}"]
         for name, cell in parts.items()
         if "leak_max" in cell
     ]
+    num_asked = sum(cell["num_asked"] for cell in mixtures.values())
+    most = max(max(cell["leaks"] + cell["noises"]) for cell in mixtures.values())
+    limit = next(iter(mixtures.values()))["limit"]
     return [
         "## Attention over packed rows",
         "",
@@ -184,6 +188,11 @@ def attention() -> list[str]:
         ),
         "",
         *_table(["seam and kernel", "mean distance", "leak", "ms"], rows),
+        "",
+        *_text(
+            f"`apart.json`: the check of packed rows at the start of a run, asked of {num_asked} random mixtures in bf16: at most {most:g}",
+            f"of what a row's own change moves; it refuses from {limit:g} on.",
+        ),
     ]  # fmt: skip
 
 
