@@ -171,7 +171,7 @@ class TrainSettings(Room):
     deterministic: bool = False
     """Deterministic kernels on the GPU; the CPU always is."""
     step_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for one batch or one step; past it the run stops and names the suspect."""
+    """Longest wait for one batch or one step, or for the next group of an evaluation; past it the run stops and names the suspect."""
     weights_digest_interval: int = Field(1, ge=0)
     """Steps between digests of the weights; 0 is never. A step whose weights go to engines costs nothing more: both take the same."""
     epochs_per_batch: int = Field(1, gt=0)

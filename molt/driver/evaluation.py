@@ -46,12 +46,7 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
         for index in range(min(len(prompts), config.eval.max_prompts or len(prompts)))
     ]
     await house.pool.dispatch(*tasks)
-    ends = time.monotonic() + config.train.step_timeout_s
-    while len(leader.evaluated) < len(tasks):
-        if time.monotonic() > ends:
-            raise StalledError(f"evaluation at step {step}: {len(leader.evaluated)} of {len(tasks)} groups ended in train.step_timeout_s")
-        await refit_newcomers(house, leader, step=step - 1)
-        await asyncio.sleep(0.05)
+    await _ended(house, leader, len(tasks), step=step)
     groups, leader.evaluated = leader.evaluated, []
     finished = [done.reward for group in groups for done in group.done]
     rewards = [reward for reward in finished if reward is not None]
@@ -71,6 +66,23 @@ async def evaluate(house: House, leader: Leader, *, step: int, policy_version: i
         )
     )
     return mean
+
+
+async def _ended(house: House, leader: Leader, num_groups: int, *, step: int) -> None:
+    """Return once all groups ended, however many there are; StalledError when none ended for train.step_timeout_s."""
+    limit_s, num_ended, moved = house.config.train.step_timeout_s, 0, time.monotonic()
+    while len(leader.evaluated) < num_groups:
+        if len(leader.evaluated) > num_ended:
+            num_ended, moved = len(leader.evaluated), time.monotonic()
+        if time.monotonic() - moved > limit_s:
+            said = f"{num_ended} of {num_groups} groups ended; {house.pool.describe()}"
+            told = event("wait_ended_badly", what=f"evaluation at step {step}", who="driver", limit_s=limit_s, detail=said)
+            await leader.producer.append(events=[told])
+            raise StalledError(
+                f"train.step_timeout_s={limit_s:g} passed without the end of a group of the evaluation at step {step}: {said}"
+            )
+        await refit_newcomers(house, leader, step=step - 1)
+        await asyncio.sleep(0.05)
 
 
 def half_width(values: list[float]) -> float | None:

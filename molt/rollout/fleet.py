@@ -3,9 +3,9 @@
 refit:  hold rollouts' calls -> pause all -> every engine loads and compares digests -> all that agree resume
         none agrees: RefitError, the old version serves on everywhere
         some do not: those are out of service (their rollouts are tried again elsewhere) until a later refit succeeds on them
-An engine that dies, or does not start, is out of service for good, and another starts in its place: a newcomer. It takes the newest weights from where
-they lie (file, handles), or waits for a broadcast of its own; rollouts wait with it when no other engine serves. When none is left and
-none comes, EngineError.
+An engine that dies, or does not start, is out of service for good, and another starts in its place: a newcomer. It takes the newest
+weights from where they lie (file, handles), or waits for a broadcast of its own; rollouts wait with it when no other engine serves. When
+none is left and none comes, EngineError.
 """
 
 from __future__ import annotations

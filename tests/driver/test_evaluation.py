@@ -8,8 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from molt.driver.evaluation import evaluate, evaluate_lost
 from molt.driver.house import alongside
+from molt.errors import StalledError
 from molt.log.reader import LogReader
 from molt.log.writer import LogWriter
 from molt.rollout.tasks import FinishedGroup, GroupTask, RolloutDone
@@ -66,3 +69,39 @@ async def test_rollouts_that_could_not_be_scored_are_told_beside_the_mean(tmp_pa
     (body,) = LogReader.open(tmp_path / "run").cut().table("events", ["body"], where="kind = 'evaluated'")["body"].to_pylist()
     told = json.loads(body)
     assert (told["num_rollouts"], told["num_unscored"], told["num_failed"]) == (2, 2, 0)
+
+
+class SlowPool(GradingPool):
+    """Ends one group at each look, each half a second after the last, and no more than `most`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.left = most
+        self.next_s = 0.0
+
+    def ready(self) -> list[FinishedGroup]:
+        now = asyncio.get_running_loop().time()
+        if not self._finished or not self.left or now < self.next_s:
+            return []
+        self.left, self.next_s = self.left - 1, now + 0.5
+        return [self._finished.pop(0)]
+
+
+@pytest.mark.parametrize("most", [5, 2])
+async def test_an_evaluation_may_take_long_as_long_as_groups_end(most: int, tmp_path: Path, writer: LogWriter) -> None:  # noqa: F811
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"input": "1+1", "label": "2"}\n' * 5)
+    pool = SlowPool(most)
+    rooms: dict[str, Any] = {"data": {"eval_dataset": str(questions)}, "train": {"step_timeout_s": 1.5}}  # five groups take 2 s
+    leader = make_leader(tmp_path, writer, pool, eval={"interval": 1, "n_samples_per_prompt": 2}, **rooms)
+    leader.is_draining = True
+    asked = SimpleNamespace(dispatch=pool.dispatch, newcomers=[], describe=pool.describe)
+    house: Any = SimpleNamespace(config=leader.config, pool=asked, ranks=SimpleNamespace(published_digest="served"), attempt=1)
+    async with asyncio.timeout(20), alongside(leader.feed()):
+        if most == 5:
+            assert await evaluate(house, leader, step=1, policy_version=1) == 1.0
+            return
+        with pytest.raises(StalledError, match="evaluation at step 1: 2 of 5 groups ended; scripted"):
+            await evaluate(house, leader, step=1, policy_version=1)
+    (body,) = LogReader.open(tmp_path / "run").cut().table("events", ["body"], where="kind = 'wait_ended_badly'")["body"].to_pylist()
+    assert json.loads(body)["what"] == "evaluation at step 1"
