@@ -73,6 +73,9 @@ class LineageError(MoltError):
 class EngineError(MoltError):
     """A rollout engine failed, or disagrees with the trainer about weights."""
 
+    n_sampled: int = 0
+    """Tokens of a call that failed, as far as its engine's process had got them."""
+
 
 class RefitError(EngineError):
     """New weights did not arrive as sent; the old version keeps serving."""

@@ -163,8 +163,6 @@ class VllmEngine:
     @property
     def num_sampled(self) -> int:
         """Tokens sampled since start, as far as the output handler knows."""
-        if self._llm is None:
-            return 0
         return self._num_finished + sum(self._counts().values())
 
     # Model calls.
@@ -210,7 +208,9 @@ class VllmEngine:
         except MoltError:
             raise
         except Exception as error:
-            raise EngineError(f"engine {self._name}, request {call.request_id}: {type(error).__name__}: {error}") from error
+            failed = EngineError(f"engine {self._name}, request {call.request_id}: {type(error).__name__}: {error}")
+            failed.n_sampled = self._counts().get(call.request_id, 0)
+            raise failed from error
         finally:
             del self._calls[call.request_id]
 
@@ -261,7 +261,7 @@ class VllmEngine:
 
     def _counts(self) -> dict[str, int]:
         """Tokens of each running call that the output handler has taken in; a finished call is not among them."""
-        states = self._llm.output_processor.request_states
+        states = {} if self._llm is None else self._llm.output_processor.request_states
         known = {call.request_id: states.get(call.core_id) for call in self._calls.values() if call.core_id is not None}
         return {name: len(state.detokenizer.output_token_ids) for name, state in known.items() if state is not None}
 

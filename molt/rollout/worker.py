@@ -67,8 +67,10 @@ class CountedCalls:
 
     def _count(self, request_id: str, ended: asyncio.Task[Generation]) -> None:
         del self._open[request_id]
-        if not ended.cancelled() and ended.exception() is None:
-            self.n_sampled += len(ended.result().token_ids)
+        if ended.cancelled():
+            return
+        error = ended.exception()
+        self.n_sampled += len(ended.result().token_ids) if error is None else error.n_sampled if isinstance(error, EngineError) else 0
 
     def _cut(self, request_id: str) -> None:
         if request_id in self._open and request_id not in self._cuts:

@@ -15,6 +15,6 @@ comment on column rollout_failed.group_id is 'its group';
 comment on column rollout_failed.member is 'place in its group';
 comment on column rollout_failed.reason is 'agent_error, agent_timeout, engine_error, lineage_error, prompt_too_long, attempt_lost, cancelled';
 comment on column rollout_failed.error is 'type and text of the error';
-comment on column rollout_failed.n_sampled is 'tokens that were sampled and are lost to training';
+comment on column rollout_failed.n_sampled is 'tokens that were sampled and are lost to training; what an engine was sampling when its process died is not known';
 comment on column rollout_failed.num_tries is 'tries made so far for this member';
 comment on column rollout_failed.is_final is 'true when the member is not tried again';

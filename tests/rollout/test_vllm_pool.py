@@ -37,6 +37,16 @@ async def calls_in_flight(pool: RolloutPool, name: str) -> None:
             await asyncio.sleep(0.001)
 
 
+async def tokens_in_flight(pool: RolloutPool, name: str) -> int:
+    """Tokens that its calls have sampled since now, as soon as there are some."""
+    handle = pool._fleet.berths[name].handle
+    before = (await handle.health()).num_sampled
+    async with asyncio.timeout(60.0):
+        while (known := (await handle.health()).num_sampled - before) < 8:
+            await asyncio.sleep(0.001)
+    return known
+
+
 async def test_rollouts_refits_and_deaths(session: None, tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model(model)
@@ -65,6 +75,7 @@ async def test_rollouts_refits_and_deaths(session: None, tmp_path: Path) -> None
         actor = psutil.Process((await r.pool._fleet.berths["vllm-0"].handle.health()).pid)
         await r.pool.dispatch(group(2, "turns", size=4))
         await calls_in_flight(r.pool, "vllm-0")
+        known = await tokens_in_flight(r.pool, "vllm-0")
         for child in actor.children(recursive=True):
             os.kill(child.pid, signal.SIGKILL)
         ended = await r.pool.next(LIMIT_S)
@@ -72,6 +83,7 @@ async def test_rollouts_refits_and_deaths(session: None, tmp_path: Path) -> None
         assert {done.engine for done in ended.done} == {"vllm-0+1"}
         failed = r.events("rollout_failed", "e0-p2")
         assert failed and {body["reason"] for body in failed} == {"engine_error"}
+        assert sum(int(str(body["n_sampled"])) for body in failed) >= known  # the actor had them, and they are lost
 
         # The core dies in the middle of a refit: that ends at once, and no call goes there any more.
         handle = r.pool._fleet.berths["vllm-0+1"].handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from molt.agents.tokenizer import Tokenizer
 from molt.config import Config
 from molt.data.prompts import Prompt
 from molt.data.tiny import make_model
+from molt.errors import EngineError
 from molt.log.reader import LogReader
 from molt.log.writer import LogWriter
 from molt.rollout import worker as worker_module
@@ -105,6 +107,17 @@ async def test_a_rollout_that_ended_while_its_answer_was_on_the_way_is_no_cancel
     assert told == [None, *done[1:]]  # as many as can be under way at once are remembered
     assert isinstance(cut, RolloutFailed) and cut.reason is FailureReason.CANCELLED
     assert len(rig.rows("segments", ["lsn"])) == 3 and not rig.rows("events", ["lsn"])
+
+
+async def test_what_a_call_had_sampled_when_its_engine_died_is_counted(rig: Rig) -> None:
+    async def dies(prompt_ids: Any) -> Generation:
+        error = EngineError("the core is gone")
+        error.n_sampled = 5
+        raise pickle.loads(pickle.dumps(error))  # as it comes from the engine's process
+
+    await rig.engine("e0", dies)
+    outcome = await rig.worker.run(task(0))
+    assert isinstance(outcome, RolloutFailed) and (outcome.reason, outcome.n_sampled) == (FailureReason.ENGINE_ERROR, 5)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "agent_timeout", "gives up"])
