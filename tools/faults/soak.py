@@ -56,7 +56,7 @@ def main() -> int:
     made.add_argument("--steps", type=int, default=400)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    made.add_argument("--mean-s", type=float, default=6.0, help="between two blows, and from the first event of an attempt to the first")
+    made.add_argument("--mean-s", type=float, default=6.0, help="between two blows, and from the start of an attempt to the first")
     soak = Soak(made.parse_args())
     try:
         soak.run()
@@ -81,6 +81,8 @@ class Soak:
         self.run_dir = self.work / "runs" / self.name
         self.child: Child | None = None
         self.blows: Counter[str] = Counter()
+        self.num_at_start = 0
+        """Blows before the first event of their attempt."""
         self.attempts: list[dict[str, Any]] = []
         self.seen: dict[str, dict[Any, str]] = {}
         self.left_behind: list[str] = []
@@ -105,15 +107,14 @@ class Soak:
 
     def attack(self, child: Child) -> dict[str, Any]:
         """Blows until the attempt ends; how it ended."""
-        began, told = time.monotonic(), self.num_events()
-        last, due = began, float("inf")
+        began, told, is_started = time.monotonic(), self.num_events(), False
+        last, due = began, began + self.random.expovariate(1 / self.arguments.mean_s)
         struck: list[str] = []
         while child.process.poll() is None:
             time.sleep(0.25)
             now, events = time.monotonic(), self.num_events()
             if events != told:
-                due = min(due, now + self.random.expovariate(1 / self.arguments.mean_s))
-                last, told = now, events
+                last, told, is_started = now, events, True
             if now - last > STUCK_S:
                 child.keep_stacks()
                 raise RuntimeError(f"stuck after {struck[-2:]}: {child.tail()}")
@@ -121,6 +122,7 @@ class Soak:
                 due = now + self.random.expovariate(1 / self.arguments.mean_s)
                 if (blow := self.strike(child)) is not None:
                     struck.append(blow)
+                    self.num_at_start += not is_started
         self.bury()
         return {"exit_code": child.process.returncode, "blows": struck, "seconds": round(time.monotonic() - began, 1)}
 
@@ -175,6 +177,7 @@ class Soak:
         replayed = replay.wait(900)
         self.figures |= {
             "blows": dict(self.blows),
+            "blows_at_start": self.num_at_start,
             "attempts": len(self.attempts),
             "left_behind": self.left_behind,
             "rows_seen": {table: len(rows) for table, rows in self.seen.items()},
