@@ -11,6 +11,12 @@ first_segment as (
 first_plan as (
     select step, min(lsn) as lsn from batch_planned group by step
 ),
+first_admission as (
+    select group_id, min(lsn) as lsn from group_decided where decision = 'admitted' group by group_id
+),
+plans_of_groups as (
+    select lsn, step, unnest(groups) as group_id from batch_planned
+),
 first_score as (
     select attempt, step, segment_id, min(lsn) as lsn from scores group by attempt, step, segment_id
 ),
@@ -28,6 +34,9 @@ facts as (
     union all
     select 'scores of ' || scores.segment_id || ' at step ' || step, 'the plan of the step', scores.lsn, first_plan.lsn
     from scores left join first_plan using (step)
+    union all
+    select 'plan of group ' || group_id || ' for step ' || step, 'its admission', plans_of_groups.lsn, first_admission.lsn
+    from plans_of_groups left join first_admission using (group_id) where group_id in (select group_id from first_dispatch)
     union all
     select 'training of step ' || step, 'the plan of the step', step_trained.lsn, first_plan.lsn from step_trained left join first_plan using (step)
 ),

@@ -22,6 +22,9 @@ differing as (
     union all
     select segment_id, 'gate decision', gate_decided.n_tokens, segments.n_sampled from gate_decided join segments using (segment_id)
     union all
+    select segment_id, 'kept by the gate', consumption.n_kept, gate_decided.n_kept
+    from consumption join gate_decided using (attempt, step, segment_id)
+    union all
     select segment_id, 'consumption', consumption.n_sampled, case when purpose = 'sft' then segments.n_trainable else segments.n_sampled end
     from consumption join segments using (segment_id)
 ),

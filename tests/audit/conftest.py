@@ -10,6 +10,7 @@ import duckdb
 import numpy as np
 import pytest
 
+from molt.admission.recover import SEGMENT_COLUMNS
 from molt.audit.questions import ask_question, load_questions
 from molt.audit.views import add_views
 from molt.config import Config
@@ -84,7 +85,7 @@ class LiteralLog:
                 "member": int(member),
                 "group_size": 1,
                 "prompt_id": "p",
-                "prompt_index": 0,
+                "prompt_index": int(group_id.partition("-p")[2] or 0),
                 "epoch": 0,
                 "token_ids": np.arange(len(logprobs), dtype=np.int32),
                 "behaviour_logprobs": np.array(logprobs, np.float32),
@@ -106,21 +107,24 @@ class LiteralLog:
         return row.segment_id
 
     def plan(self, step: int, segment_ids: list[str], *, policy_version: int | None = None, n_sampled: int | None = None) -> None:
-        """A plan of one rank and one micro-batch with the segments in order."""
+        """A plan of one rank and one micro-batch with the segments in order, each as its row says."""
         groups = sorted({segment_id.split("/")[0] for segment_id in segment_ids})
-        plan = {"segments": [{"segment_id": segment_id} for segment_id in segment_ids], "micro_batches": [[list(range(len(segment_ids)))]]}
+        rows = [
+            dict(zip(SEGMENT_COLUMNS, row, strict=True))
+            for segment_id in segment_ids
+            for row in self.sql(f"select {', '.join(SEGMENT_COLUMNS)} from segments where segment_id = '{segment_id}' limit 1")
+        ]
+        figures = {
+            "step": step,
+            "policy_version": step if policy_version is None else policy_version,
+            "seed": 0,
+            "cursor": self.lsn - 1,
+            "n_sampled": 2 * len(segment_ids) if n_sampled is None else n_sampled,
+            "num_rollouts": len(segment_ids),
+        }
+        plan = {"segments": rows, "micro_batches": [[list(range(len(segment_ids)))]], "num_groups": len(groups), **figures}
         self.event(
-            "batch_planned",
-            step=step,
-            policy_version=step if policy_version is None else policy_version,
-            plan=json.dumps(plan),
-            plan_digest=f"plan{step}",
-            groups=groups,
-            num_segments=len(segment_ids),
-            num_rollouts=len(segment_ids),
-            n_sampled=2 * len(segment_ids) if n_sampled is None else n_sampled,
-            seed=0,
-            cursor=0,
+            "batch_planned", plan=json.dumps(plan), plan_digest=f"plan{step}", groups=groups, num_segments=len(segment_ids), **figures
         )
 
     def score(

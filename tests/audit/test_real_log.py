@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from molt.admission.recover import SEGMENT_COLUMNS
 from molt.audit.report import audit_run
 from molt.audit.views import open_audit
 from molt.cli.app import run as molt
@@ -60,7 +61,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one trained step and one open group, with text in an error that would clear a terminal."""
     run = create_run(resolve([], ["--run.dir", str(tmp_path_factory.mktemp("runs")), "--run.name", "r"]))
     with_settings = {"config": Config().model_dump_json(), "config_digest": "c", "code_digest": "d", "packages": "{}", "hardware": "{}"}
-    plan = {"segments": [{"segment_id": "e0-p0/0/0/0"}], "micro_batches": [[[0]]]}
+    figures = {"step": 0, "policy_version": 0, "n_sampled": 2, "num_rollouts": 1, "seed": 0, "cursor": 4}
+    row = {name: getattr(segment(0), name) for name in SEGMENT_COLUMNS if name != "lsn"} | {"lsn": 2}
+    plan = {"segments": [row], "micro_batches": [[[0]]], "num_groups": 1, **figures}
     writer = LogWriter.open(run.path, run="r", attempt=1, store="process")
     producer = Producer(writer, "test")
     producer.append_sync(events=[event("attempt_started", **with_settings, seed=0, model_digest="m", num_steps=1, pid=1, host="h")])
@@ -86,8 +89,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "is_final": False,
     }
     producer.append_sync(events=[event("rollout_failed", rollout_id="e0-p1/0/9", **failed)])
-    planned = {"plan": json.dumps(plan), "plan_digest": "d", "groups": ["e0-p0"], "num_segments": 1, "num_rollouts": 1, "n_sampled": 2}
-    producer.append_sync(events=[event("batch_planned", step=0, policy_version=0, **planned, seed=0, cursor=2)])
+    admitted = {"decision": "admitted", "reason": "lag 0", "lag": 0, "num_rollouts": 1, "num_failed": 0, "n_sampled": 2}
+    producer.append_sync(events=[event("group_decided", group_id="e0-p0", **admitted)])
+    planned = {"plan": json.dumps(plan), "plan_digest": "d", "groups": ["e0-p0"], "num_segments": 1}
+    producer.append_sync(events=[event("batch_planned", **planned, **figures)])
     ones = np.ones(2, np.float32)
     score = Score(
         step=0, policy_version=0, segment_id="e0-p0/0/0/0", rank=0, trainer_logprobs=-0.5 * ones, advantages=ones, gate_weights=ones
