@@ -12,13 +12,16 @@ with plans as (
     from batch_planned
 ),
 places as (
-    select lsn as plan_lsn, attempt, step, inside.cursor as cursor, unnest(inside.segments) as said, unnest(range(len(inside.segments))) as place
+    select attempt, step, inside.cursor as cursor, unnest(inside.segments) as said from plans
+),
+out_of_order as (
+    select attempt, step, unnest(list_filter(inside.segments, lambda s, i: i > 1 and inside.segments[i - 1].rollout_id = s.rollout_id
+        and split_part(inside.segments[i - 1].segment_id, '/', -1)::integer >= split_part(s.segment_id, '/', -1)::integer)).segment_id as segment_id
     from plans
 ),
 beside_rows as (
     select
-        places.*, segments.lsn, segments.segment_index,
-        lag(segments.segment_index) over (partition by plan_lsn, segments.rollout_id order by place) as earlier_index,
+        places.*, segments.lsn,
         list_filter([
             case when said.rollout_id is distinct from segments.rollout_id then 'rollout_id' end,
             case when said.group_id is distinct from segments.group_id then 'group_id' end,
@@ -59,10 +62,11 @@ answer as (
         case
             when lsn is null then 'it is not in the log'
             when len(differing) > 0 then 'other in the plan: ' || array_to_string(differing, ', ')
-            when lsn > cursor then 'it came after the cursor of the plan'
-            else 'segment ' || segment_index || ' of its rollout stands behind segment ' || earlier_index
+            else 'it came after the cursor of the plan'
         end as fault
-    from beside_rows where lsn is null or len(differing) > 0 or lsn > cursor or segment_index <= earlier_index
+    from beside_rows where lsn is null or len(differing) > 0 or lsn > cursor
+    union all
+    select attempt, step, segment_id, 'it stands behind a later segment of its rollout' from out_of_order
     union all
     select attempt, step, null, 'the plan does not hold its own: ' || array_to_string(differing, ', ') from figures where len(differing) > 0
 )

@@ -112,7 +112,7 @@ def test_segments_that_a_plan_took_out_of_their_order_are_found(log) -> None:
     log.plan(0, [ids[0], ids[2], ids[1]])
     log.sql("update events set body = json_merge_patch(body, '{\"num_rollouts\": 1}') where kind = 'batch_planned'")
     faults = [row[2:] for row in log.rows("plans_as_rows") if row[2] is not None]
-    assert faults == [(ids[1], "segment 1 of its rollout stands behind segment 2")]
+    assert faults == [(ids[1], "it stands behind a later segment of its rollout")]
 
 
 def test_rows_that_a_repair_told_lost_leave_no_gap(log) -> None:
