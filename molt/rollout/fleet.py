@@ -85,9 +85,11 @@ class Fleet:
         """Start all. One that does not start is replaced as one that dies is, while the others serve; EngineError when none starts."""
         self.berths = {spec.name: Berth(spec=spec, handle=self._launch(spec)) for spec in self.specs}
         infos, failed = await self._each(self._handles(), lambda handle: handle.start())
-        for error in failed.values():
-            if not infos or not isinstance(error, EngineError):
-                raise error
+        if other := next((error for error in failed.values() if not isinstance(error, EngineError)), None):
+            raise other
+        if not infos:
+            told = "; ".join(dict.fromkeys(str(error) for error in failed.values()))
+            raise EngineError(f"no engine started: {told}; molt train --resume RUN starts them again") from next(iter(failed.values()))
         digests = {info.name: info.weights_digest for info in infos.values()}
         if len(set(digests.values())) != 1:
             raise EngineError(f"engines started with different weights: {digests}; give all the same model")

@@ -279,8 +279,8 @@ async def test_one_that_does_not_start_with_the_others_is_replaced_while_they_se
     assert sorted(berth.spec.name for berth in fleet.serving) == ["e0", "e1+1"]
 
 
-async def test_engines_of_which_none_starts_end_the_run_with_the_first_cause() -> None:
-    with pytest.raises(EngineError, match="no memory 0"):
+async def test_engines_of_which_none_starts_end_the_run_with_each_cause() -> None:
+    with pytest.raises(EngineError, match="no engine started: no memory 0; no memory 1; "):
         await started(2, Harbour(e0=EngineError("no memory 0"), e1=EngineError("no memory 1")))
 
 
