@@ -18,7 +18,7 @@ from molt.driver.changes import flat, trainer_settings
 from molt.driver.house import ray_session
 from molt.errors import DataError, ReplayMismatchError
 from molt.learn.ranks import RankGroup
-from molt.learn.result import RecordedStep
+from molt.learn.result import FIGURES, RecordedStep
 from molt.log.reader import LogReader
 from molt.runs import RunDir
 from molt.view.panel import Progress
@@ -69,7 +69,7 @@ async def main(run: RunDir, *, steps: int | None = None) -> dict[str, Any]:
         "num_compared": sum(trained is not None for span in spans for _, trained in span.steps),
         "num_spans": len(spans),
         "is_equal": True,
-        "compared": "batch digest, loss digest, log-probs, advantages, gate weights, weights digest, bit by bit",
+        "compared": "batch digest, loss digest, log-probs, advantages, gate weights, weights digest, figures of the steps, bit by bit",
         "weights_digest": ended_with,
     }
 
@@ -88,13 +88,19 @@ async def replay_span(ranks: RankGroup, span: Span, progress: Progress) -> None:
     """Train and compare the steps of one span."""
     for plan, trained in span.steps:
         progress.waiting(f"replaying step {plan.step}")
-        recorded = None if trained is None else RecordedStep(**{name: trained[name] for name in RecordedStep.__dataclass_fields__})
+        recorded = None if trained is None else recorded_step(trained)
         result = await ranks.train(plan, recorded)
         if (result.refused is None) != (trained is not None):
             was = "trained" if trained is not None else "refused"
             now = "trained" if result.refused is None else f"refused ({result.refused.reason}: {result.refused.error})"
             raise ReplayMismatchError(f"step {plan.step}: it is {now}, the record says {was}")
         progress.step({"step": plan.step, "reward": result.reward_mean, "loss": result.loss, "n_sampled": plan.n_sampled})
+
+
+def recorded_step(trained: dict[str, Any]) -> RecordedStep:
+    """What is compared of a step, from its step_trained."""
+    digests = {name: trained[name] for name in ("batch_digest", "loss_digest", "weights_digest")}
+    return RecordedStep(**digests, figures={name: trained[name] for name in FIGURES})
 
 
 def first_steps(spans: Sequence[Span], count: int | None) -> list[Span]:

@@ -126,7 +126,7 @@ class LogJournal:
         producer.send(message)
 
     def compare_step(self, plan: StepPlan, result: StepResult, recorded: RecordedStep | None) -> None:
-        """Digests of batch, loss and weights against the record, where there is one."""
+        """Digests of batch, loss and weights, and the figures, against the record, where there is one."""
         if self.producer is not None or recorded is None:
             return
         pairs = {
@@ -137,6 +137,9 @@ class LogJournal:
         for name, (then, now) in pairs.items():
             if then != now:
                 raise ReplayMismatchError(f"step {plan.step}: {name} is {now}, recorded {then}")
+        for name, figure in recorded.figures.items():
+            if figure != getattr(result, name):
+                raise ReplayMismatchError(f"step {plan.step}: {name} is {getattr(result, name)!r}, recorded {figure!r}")
 
     def _gate_events(self, plan: StepPlan, batch: MicroBatch, gate: Gate) -> list[Event]:
         """The gate's decision on each segment of one micro-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -47,6 +48,12 @@ class RecordedStep:
     batch_digest: str
     loss_digest: str
     weights_digest: str | None = None
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    """Columns of FIGURES by name."""
+
+
+FIGURES = ("loss", "grad_norm", "learning_rate", "n_sampled", "n_kept", "reward_mean", "kl_mean", "entropy_mean")
+"""Columns of a step, beside its digests, that come out alike when it is trained again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import pytest
 from molt.errors import LogError, ReplayMismatchError
 from molt.learn.journal import LogJournal, read_rows
 from molt.learn.rank import PolicyRank
-from molt.learn.result import RecordedStep
+from molt.learn.result import FIGURES, RecordedStep
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.rows import Payload
@@ -67,6 +67,11 @@ def test_recorded_step_replays_and_the_first_differing_token_is_named(writer: Lo
     assert rank(None).train(make_plan(rows), recorded).weights_digest == live.weights_digest
     with pytest.raises(ReplayMismatchError, match=r"step 0: weights digest is .*, recorded other"):
         rank(None).train(make_plan(rows), replace(recorded, weights_digest="other"))
+    figures = {name: getattr(live, name) for name in FIGURES}
+    assert rank(None).train(make_plan(rows), replace(recorded, figures=figures)).loss == live.loss
+    for name in FIGURES:
+        with pytest.raises(ReplayMismatchError, match=rf"step 0: {name} is .*, recorded 7\.5"):
+            rank(None).train(make_plan(rows), replace(recorded, figures=figures | {name: 7.5}))
     swapped = make_plan(rows, rewards=[0.0, 1.0, 1.0, 0.0])  # group 0 is paid the other way round
     with pytest.raises(ReplayMismatchError, match=r"step 0, segment e0-p0/\d/1/0, sampled token 0: advantages is .*, recorded"):
         rank(None).train(swapped)
