@@ -260,6 +260,10 @@ class FsdpSettings(Room):
     attn_implementation: Literal["sdpa", "eager", "te", "flash_attention_2", "flex"] = "sdpa"
     packing_check: bool = True
     """Ask the model at the start whether rows that are packed together see each other, and refuse it if they do."""
+    reshard_after_forward: bool = True
+    """Give back whole weights after each block's forward and backward pass; false gathers them once a step (and holds them: memory)."""
+    defer_grad_sync: bool = False
+    """Sum gradients over ranks after the last micro-batch of a step, in place of after each; until then each rank holds all of them."""
 
     @property
     def group_size(self) -> int:

@@ -80,11 +80,7 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
             gib=moments / GIB,
             why="two of AdamW, float32" + ("; on the host between updates" if fsdp.offload == "optimizer" else ""),
         ),
-        Need(
-            what="whole layers",
-            gib=(width * (2 * layer + root + seeing) + (width + 4) * layer) / GIB,
-            why="two layers and the embeddings, one gradient" + (", and the vision tower" if seeing else ""),
-        ),
+        _whole_layers_need(config, layer=layer, root=root, seeing=seeing, num_layers=shape.num_layers),
         Need(
             what="activations", gib=kept / GIB, why=f"{tokens:.0f} tokens, {'checkpointed' if actor.gradient_checkpointing else 'all kept'}"
         ),
@@ -106,6 +102,19 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
             )
     spare = FRAGMENTED_SHARE * sum(need.gib for need in needs)
     return Bill(needs=(*needs, Need(what="fragments", gib=spare, why="assumed")))
+
+
+def _whole_layers_need(config: Config, *, layer: float, root: float, seeing: float, num_layers: int) -> Need:
+    """Weights that are gathered at once, and gradients before they are summed over ranks. layer, root, seeing: parameters."""
+    fsdp, width = config.fsdp, 2 if config.actor.dtype == "bfloat16" else 4
+    gathered = 2 * layer if fsdp.reshard_after_forward else num_layers * layer
+    waiting = num_layers * layer + root + (0 if config.actor.freeze_vision else seeing) if fsdp.defer_grad_sync else layer
+    whose = "two layers and the embeddings" if fsdp.reshard_after_forward else "all layers"
+    return Need(
+        what="whole layers",
+        gib=(width * (gathered + root + seeing + layer) + 4 * waiting) / GIB,
+        why=f"{whose}, {'all gradients' if fsdp.defer_grad_sync else 'one gradient'}{', and the vision tower' if seeing else ''}",
+    )
 
 
 def image_need(config: Config, eyes: Eyes, shape: ModelShape) -> Need:

@@ -52,12 +52,13 @@ class FrozenModel:
     def __init__(self, path: str, config: Config, mesh: RankMesh, *, num_entries: int | None = None) -> None:
         """num_entries: of the vocabulary of the policy, to be compared; another vocabulary would score other tokens."""
         actor = config.actor.model_copy(update={"gradient_checkpointing": False, "freeze_moe_router": False})
-        fsdp = config.fsdp.model_copy(update={"offload": "full" if config.reference.offload else "none"})
+        own: dict[str, object] = {"offload": "full" if config.reference.offload else "none", "reshard_after_forward": True}
+        fsdp = config.fsdp.model_copy(update=own)
         scorer = load_model(path, actor, fsdp, is_deferred=True)
-        own = vocab_size(scorer)
-        if num_entries is not None and own != num_entries:
+        entries = vocab_size(scorer)
+        if num_entries is not None and entries != num_entries:
             raise SettingError(
-                f"reference.model_name_or_path={path}, its vocabulary has {own} entries, the policy's {num_entries}; they must share it"
+                f"reference.model_name_or_path={path}, its vocabulary has {entries} entries, the policy's {num_entries}; they must share it"
             )
         self.device = mesh.device
         self.scorer = cast(Any, shard(scorer.requires_grad_(False), actor, fsdp, mesh))
@@ -96,6 +97,7 @@ class Critic:
         """Gradient of the value loss over all micro-batches; sums go to the step. A collective."""
         sums: dict[str, float] = {}
         for number, batch in enumerate(step.batches):
+            self.policy.begin(is_last=number == len(step.batches) - 1)
             values, _ = self.policy(batch.packed)
             if batch.is_dummy:
                 (values.sum() * 0.0).backward()

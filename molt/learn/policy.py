@@ -69,6 +69,7 @@ class Policy:
         """Their places there."""
         self.is_offloaded = fsdp.offload != "none"
         """Copies of shards lie on the host too."""
+        self.fsdp = fsdp
         self.scorer: Any = shard(scorer, actor, fsdp, mesh)
         self.parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -82,11 +83,19 @@ class Policy:
         """(N,) log-probs and (N,) entropies with a graph for backward."""
         return self.scorer(packed.to(self.device), wants_entropy)
 
+    def begin(self, *, is_last: bool) -> None:
+        """Before the passes of a micro-batch of a step: what fsdp keeps or defers lasts to the backward pass of the last one."""
+        for module in fsdp_modules(self.scorer):
+            if self.fsdp.defer_grad_sync:
+                module.set_requires_gradient_sync(is_last, recurse=False)
+            if not self.fsdp.reshard_after_forward:
+                module.set_reshard_after_backward(is_last, recurse=False)
+
     @torch.no_grad()
     def score(self, packed: Packed, *, wants_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """The same without a graph."""
         output = self.scorer(packed.to(self.device), wants_entropy)
-        self.reshard()  # the root keeps whole weights for a backward pass that does not come here
+        self.reshard()  # whole weights are kept for a backward pass that does not come here
         return output
 
     def learning_rate(self) -> float:
@@ -174,9 +183,8 @@ class Policy:
 
     def reshard(self) -> None:
         """Give back whole weights that a forward pass left behind."""
-        for module in (self.scorer, getattr(self.scorer, "lm", None)):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in fsdp_modules(self.scorer):
+            module.reshard()
 
     def _non_finite_names(self) -> list[str]:
         """Parameters whose local gradient is not finite; at most three."""
@@ -211,8 +219,8 @@ def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: Ran
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if actor.dtype == "bfloat16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    if any(isinstance(module, FSDPModule) for module in scorer.modules()):
-        return _sum_gradients(scorer)  # the model came spread over ranks
+    if fsdp_modules(scorer):
+        return _settle(scorer, fsdp)  # the model came spread over ranks
     offload = CPUOffloadPolicy() if fsdp.offload == "full" and mesh.device_type == "cuda" else OffloadPolicy()
     if actor.moe_router_dtype == "float32":
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -222,7 +230,12 @@ def shard(scorer: nn.Module, actor: ActorSettings, fsdp: FsdpSettings, mesh: Ran
         fully_shard(block, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     fully_shard(scorer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     _read_weights(scorer, mesh, is_on_host=isinstance(offload, CPUOffloadPolicy))
-    return _sum_gradients(scorer)
+    return _settle(scorer, fsdp)
+
+
+def fsdp_modules(scorer: nn.Module) -> list[FSDPModule]:
+    """All that gather and sum by themselves, the whole first."""
+    return [module for module in scorer.modules() if isinstance(module, FSDPModule)]
 
 
 def _read_weights(scorer: nn.Module, mesh: RankMesh, *, is_on_host: bool) -> None:
@@ -234,12 +247,14 @@ def _read_weights(scorer: nn.Module, mesh: RankMesh, *, is_on_host: bool) -> Non
             module.source = None
 
 
-def _sum_gradients(scorer: nn.Module) -> nn.Module:
-    """Let every sharded module sum its gradients over ranks: the loss already has the denominator of the whole batch."""
-    for module in scorer.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+def _settle(scorer: nn.Module, fsdp: FsdpSettings) -> nn.Module:
+    """Let every sharded module sum its gradients over ranks (the loss already has the denominator of the whole batch) and hold whole
+    weights after a forward pass where it is asked to."""
+    for module in fsdp_modules(scorer):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if not fsdp.reshard_after_forward:
+            module.set_reshard_after_forward(False, recurse=False)
     return scorer
 
 

@@ -226,6 +226,7 @@ class PolicyRank:
         inputs = [batch.packed.to(self.policy.device) for batch in step.batches]
         done: list[tuple[torch.Tensor, Refusal | None]] = []
         for number, batch in enumerate(step.batches):
+            self.policy.begin(is_last=number == len(step.batches) - 1)
             with torch.set_grad_enabled(not step.is_actor_frozen):
                 logprobs, entropy = self.policy(inputs[number], wants_entropy=True)
                 if len(step.columns.logprobs) == number:
@@ -238,6 +239,8 @@ class PolicyRank:
             if not step.is_actor_frozen:
                 loss.backward()
             done.append((loss.detach(), refusal))
+        if step.is_actor_frozen:
+            self.policy.reshard()  # no backward pass gave back what the forward passes gathered
         if self.beside.critic is not None:
             self.beside.critic.accumulate(step)
         # Numbers are fetched now: each fetch waits for all that a GPU was given, so none stands between two micro-batches.

@@ -32,6 +32,8 @@ pytestmark = [
 ]
 NUM_STEPS = 2
 LEARNING_RATE = 1e-3
+WHOLE = {"reshard_after_forward": False, "defer_grad_sync": True}
+"""Weights are gathered, and gradients summed, once a step."""
 DENSE: dict[str, dict[str, int]] = {
     "tp2": {"num_ranks": 2, "tp_size": 2},
     "cp2": {"num_ranks": 2, "cp_size": 2},
@@ -41,6 +43,8 @@ DENSE: dict[str, dict[str, int]] = {
     "2 replicas of 2": {"num_ranks": 4, "replicas": 2},
     "2 replicas of tp2": {"num_ranks": 4, "replicas": 2, "tp_size": 2},
     "cp4": {"num_ranks": 4, "cp_size": 4},
+    "tp2 x 2 shards, held whole": {"num_ranks": 4, "tp_size": 2} | WHOLE,
+    "2 replicas of 2, held whole": {"num_ranks": 4, "replicas": 2} | WHOLE,
 }
 MOE = {
     "tp2 x 2 shards": DENSE["tp2 x 2 shards"],
@@ -50,6 +54,7 @@ MOE = {
     "ep4": {"num_ranks": 4, "ep_size": 4},
     "ep2 x cp2": {"num_ranks": 4, "ep_size": 2, "cp_size": 2},
     "ep2 over 2 replicas": {"num_ranks": 4, "ep_size": 2, "replicas": 2},
+    "ep2 x 2 shards, held whole": {"num_ranks": 4, "ep_size": 2} | WHOLE,
 }
 
 
@@ -201,7 +206,7 @@ def test_layout_with_experts_and_replayed_routes_makes_the_steps_of_one_rank(moe
 
 def test_critic_and_reference_share_the_layout_of_the_policy(tmp_path: Path) -> None:
     model, found = make_model(tmp_path / "model", num_entries=98), []
-    for size, fsdp in ((1, {"num_ranks": 1}), (4, DENSE["tp2 x cp2"])):
+    for size, fsdp in ((1, {"num_ranks": 1}), (4, DENSE["tp2 x cp2"] | WHOLE)):
         mp.spawn(_process_beside, (size, str(tmp_path), str(model), fsdp), nprocs=size)
         found.append(torch.load(tmp_path / f"results{size}", weights_only=False))
     for one, other in zip(*found, strict=True):

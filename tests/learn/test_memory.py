@@ -185,6 +185,14 @@ def test_run_that_fits_and_the_same_on_cards_that_are_too_small(tmp_path: Path) 
     assert large.findings == () and large.layout is not None and not large.layout.is_colocated
     # 16 bytes for each of 4.02e9 / 4 parameters are 15 GiB: weights, gradient, two moments.
     assert sum(need.gib for need in large.trainer.needs[:3]) == pytest.approx(16 * 4.022e9 / 4 / GIB, rel=1e-3)
+    # Held whole: 2 bytes of every parameter in place of two layers, the embeddings and a third layer, and 4 of every gradient.
+    held = ask(
+        folder,
+        Cluster(num_gpus=8, gpu_gib=80),
+        **rooms | {"fsdp": {"num_ranks": 4, "reshard_after_forward": False, "defer_grad_sync": True}},
+    )
+    whole = {bill.what: bill.gib for bill in held.trainer.needs}["whole layers"]
+    assert whole == pytest.approx(6 * 4.022e9 / GIB, rel=0.02)
     small = ask(folder, Cluster(num_gpus=8, gpu_gib=16), **rooms)
     assert any(line.startswith("trainer: ") and "too much for 16 GiB" in line for line in small.findings)
     few = ask(folder, Cluster(num_gpus=2, gpu_gib=80), **rooms)

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from molt.learn.result import RefusalReason, StepResult
 from tests.groups import leave_group
 from tests.learn.tiny import make_config, make_plan, make_rank, make_rows
 
 NUM_STEPS = 3
+WHOLE: dict[str, dict[str, bool]] = {
+    "sharded": {},
+    "weights": {"reshard_after_forward": False},
+    "gradients": {"defer_grad_sync": True},
+    "both": {"reshard_after_forward": False, "defer_grad_sync": True},
+}
+"""What is held whole through the micro-batches of a step."""
 Outcome = tuple[list[StepResult], dict[str, torch.Tensor]]
 
 
@@ -29,21 +38,54 @@ def train(model: Path, num_ranks: int, *, is_broken: bool = False) -> Outcome:
     return results, worker.policy.full_tensors()
 
 
+class Collectives(TorchDispatchMode):
+    """Counts what FSDP gathers and sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"_allgather_base_.default": 0, "_reduce_scatter_base_.default": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in self.counts:
+            self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(model: Path, fsdp: dict[str, bool]) -> tuple[list[int], list[float]]:
+    """Gathers and sums of a second step of three micro-batches, and its loss, gradient norm and the first one's."""
+    rows = make_rows(7)
+    worker = make_rank(make_config(model, fsdp=fsdp), rows)
+    plans = [make_plan(rows, step=step, num_ranks=2, micro_batch_tokens=24) for step in range(2)]
+    assert len(plans[1].micro_batches[0]) == 3
+    first = worker.train(plans[0])
+    with Collectives() as collectives:
+        second = worker.train(plans[1])
+    return list(collectives.counts.values()), [second.loss, second.grad_norm, first.grad_norm]
+
+
 def _process(rank: int, folder: str, model: str) -> None:
     """One of two processes; rank 0 writes what came out."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     found = [train(Path(model), 2, is_broken=is_broken) for is_broken in (False, True)]
+    wholes = {name: counted(Path(model), fsdp) for name, fsdp in WHOLE.items()}
     if rank == 0:
         torch.save(found, f"{folder}/found")
+        torch.save(wholes, f"{folder}/wholes")
     leave_group()
 
 
 @pytest.fixture(scope="module")
-def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    """What two ranks made of sound rows, and of a broken one."""
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks wrote what they made."""
     folder = tmp_path_factory.mktemp("two")
     mp.spawn(_process, (str(folder), str(model)), nprocs=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[Outcome]:
+    """What two ranks made of sound rows, and of a broken one."""
     return torch.load(folder / "found", weights_only=False)
 
 
@@ -67,3 +109,17 @@ def test_two_ranks_equal_one_rank(model: Path, two: list[Outcome]) -> None:
 def test_row_without_lineage_on_one_rank_refuses_the_step_on_both(two: list[Outcome]) -> None:
     results, _ = two[1]
     assert all(r.refused is not None and r.refused.reason is RefusalReason.LINEAGE for r in results)
+
+
+def test_weights_and_gradients_held_whole_are_gathered_and_summed_once_a_step(folder: Path) -> None:
+    wholes = torch.load(folder / "wholes", weights_only=False)
+    # Three groups (two blocks and the rest), three micro-batches. Sharded: each group is gathered for each forward pass, each block again
+    # for each backward pass (the rest stays between the two): 9 + 6; sums of 3 groups after each of 3 micro-batches.
+    assert {name: counts for name, (counts, _) in wholes.items()} == {
+        "sharded": [15, 9],
+        "weights": [3, 9],
+        "gradients": [15, 3],
+        "both": [3, 3],
+    }
+    for _, figures in wholes.values():
+        assert figures == pytest.approx(wholes["sharded"][1], rel=1e-5)
