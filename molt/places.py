@@ -9,6 +9,12 @@ from typing import Literal
 Folder = Literal["schemas", "stores", "pipelines", "queries", "examples", "recipes"]
 
 
+def program_name(file: str | Path) -> str:
+    """What a pipeline is called: its name in pipelines/, or the whole path of a copy."""
+    path = Path(file).resolve()
+    return path.stem if path.parent == folder("pipelines").resolve() else str(path)
+
+
 @cache
 def folder(name: Folder) -> Path:
     """The folder of that name: beside the package in a clone, inside it in a wheel."""

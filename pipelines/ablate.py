@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -20,7 +19,6 @@ from molt.ablate.place import Place
 from molt.ablate.record import ScoredRun
 from molt.ablate.report import Report, make_report
 from molt.ablate.variants import baseline_of, parse_grid
-from molt.algo.estimators import load_estimators
 from molt.errors import DataError
 from molt.runs import RunDir
 
@@ -36,14 +34,11 @@ def main(
     baseline: str | None,
     num_resamples: int,
     seed: int,
-    agent: Path | None = None,
     model: str | None = None,
     num_model_steps: int = 4,
     num_threads: int = 2,
 ) -> Report:
     """Try the grid on every scored step at a place of its log. Raises DataError when the log holds none that can be used."""
-    if agent is not None:
-        load_estimators(str(agent.resolve()))
     record = ScoredRun.open(run.path, at=at)
     grid = parse_grid(estimators or [record.config.algo.advantage.estimator], corrections, bands, aggregations)
     tally = Tally(grid=grid, config=record.config, baseline=baseline_of(grid, baseline), num_resamples=num_resamples, seed=seed)

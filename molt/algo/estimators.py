@@ -4,7 +4,8 @@ A user adds one from an agent or pipeline file; no file of this package changes:
 
     @estimator("best_of", unit="rollout")
     def best_of(inputs: EstimatorInputs) -> Tensor:
-        return inputs.spread((inputs.reward_U == inputs.reward_U.max()).double())
+        best = inputs.reward_U.where(inputs.is_scored_U, float("-inf")).max()
+        return inputs.spread((inputs.reward_U == best).double())
 
 It sees the whole batch in float64 (molt.algo.inputs), never a micro-batch or a rank's share, and ends in inputs.spread or
 inputs.returns. A critic's estimator returns (advantages_T, returns_T).
@@ -108,7 +109,7 @@ def get_estimator(name: str) -> Estimator:
     if name not in _ESTIMATORS:
         raise SettingError(
             f"algo.advantage.estimator={name} is unknown; known are {', '.join(estimator_names())}; "
-            "register another with @molt.algo.advantage.estimator in the agent file"
+            "register another with @molt.algo.advantage.estimator in the agent file or in a pipeline (--pipeline FILE)"
         )
     return _ESTIMATORS[name]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from molt.cli.programs import load_registered, run_program
 from molt.cli.report import emit_json, emit_table
 from molt.runs import open_run
 
@@ -80,10 +81,10 @@ def ablate(
         Print JSON.
     """
     where, at = split_place(run)
+    load_registered(open_run(where), agent)
     if recompute:
         return _recompute(where, at, as_json=json)
     from molt.ablate.plot import write_plot
-    from molt.cli.programs import run_program
 
     report: Report = run_program(
         pipeline,
@@ -96,7 +97,6 @@ def ablate(
         baseline=baseline,
         num_resamples=num_resamples,
         seed=seed,
-        agent=agent,
         model=model,
         num_model_steps=model_steps,
     )

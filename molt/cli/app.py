@@ -13,6 +13,7 @@ from molt import __version__
 from molt.cli import ablate_verbs, audit_verbs, log_verbs, parity_verbs, plan_verbs, run_verbs, sft_verbs, train_verbs
 from molt.cli.report import emit_error
 from molt.errors import MoltError, SettingError
+from molt.view.stop import STOPPED_BY_HAND
 
 ROOMS = (train_verbs, plan_verbs, sft_verbs, run_verbs, audit_verbs, ablate_verbs, parity_verbs, log_verbs)
 """Modules that bring verbs; each has `mount(app)`."""
@@ -54,7 +55,7 @@ def run(tokens: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         print("stopped by hand", file=sys.stderr)
-        return 130
+        return STOPPED_BY_HAND
     except BaseExceptionGroup as group:
         return _first_cause(group, as_json=as_json)
     return result if isinstance(result, int) and not isinstance(result, bool) else 0
@@ -67,7 +68,7 @@ def _first_cause(group: BaseExceptionGroup, *, as_json: bool) -> int:
         cause = cause.exceptions[0]
     if isinstance(cause, KeyboardInterrupt):
         print("stopped by hand", file=sys.stderr)
-        return 130
+        return STOPPED_BY_HAND
     emit_error(cause, as_json=as_json)
     return getattr(cause, "exit_code", 1)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 
 from molt.errors import SettingError
 from molt.places import folder
+from molt.runs import RunDir
 
 
 def program_path(name: str) -> Path:
@@ -44,6 +46,30 @@ def load_program(name: str) -> ModuleType:
         del sys.modules[module_name]
         raise
     return module
+
+
+def recorded_programs(run: RunDir) -> list[str]:
+    """The pipelines that made the attempts of a run, as its log names them, each once, the newest last."""
+    from molt.log.reader import LogReader
+
+    if not run.log.is_dir():
+        return []
+    rows = LogReader.open(run.path).cut().table("events", ["lsn", "body"], where="kind = 'attempt_started'").sort_by("lsn").to_pylist()
+    named = [json.loads(row["body"]).get("pipeline") for row in rows]
+    return [name for place, name in enumerate(named) if name and name not in named[place + 1 :]]
+
+
+def load_registered(run: RunDir, agent: Path | None) -> None:
+    """Load what registers estimators: the file given, and the copies of pipelines that made the run, as far as they are still there."""
+    if agent is not None:
+        from molt.algo.estimators import load_estimators
+
+        if not agent.is_file():
+            raise SettingError(f"agent={agent}, no such file; give the agent or pipeline file that registers an estimator")
+        load_estimators(str(agent.resolve()))
+    for name in recorded_programs(run):
+        if name.endswith(".py") and Path(name).is_file():
+            load_program(name)
 
 
 def run_program(program: str, /, *arguments: Any, **named: Any) -> Any:

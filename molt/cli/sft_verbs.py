@@ -8,12 +8,12 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from molt import environ
-from molt.cli.programs import load_program, program_path, run_program
+from molt.cli.programs import load_program, program_path
 from molt.cli.report import emit_json, emit_table
+from molt.cli.train_verbs import made_by, resolved_for, run_and_say
 from molt.config import Config
 from molt.machine import check_machine
-from molt.runs import open_run
-from molt.settings import check, config_digest, flatten, resolve
+from molt.settings import check, config_digest, flatten
 from molt.settings_rules import check_output
 
 Settings = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
@@ -30,7 +30,7 @@ def sft(
     *flags: Settings,
     config: Files = (),
     resume: Path | None = None,
-    pipeline: str = "sft",
+    pipeline: str | None = None,
     dry_run: Switch = False,
     json: Switch = False,
 ) -> int | None:
@@ -45,14 +45,14 @@ def sft(
     resume
         Go on with a run from its newest checkpoint.
     pipeline
-        Program in pipelines/, or the path of your copy of one.
+        Program in pipelines/, or the path of your copy of one. When absent sft, or with --resume the one that made the run.
     dry_run
         Check the settings and print them; write nothing.
     json
         Print JSON.
     """
-    run = None if resume is None else open_run(resume)
-    resolved = resolve(config, flags) if run is None else run.config(flags)
+    run, resolved = resolved_for(config, flags, resume)
+    pipeline = pipeline or made_by(run) or "sft"
     # Nothing is generated, so the length of a model call says nothing about the data.
     check(resolved.model_copy(update={"rollout": resolved.rollout.model_copy(update={"max_new_tokens": 1})}))
     check_output(resolved)
@@ -62,8 +62,7 @@ def sft(
         return None
     check_machine(resolved)
     environ.prepare()
-    result = run_program(pipeline, resolved, resume=run)
-    return result if isinstance(result, int) else None
+    return run_and_say(pipeline, resolved, run, as_json=json)
 
 
 def _print_dry_run(config: Config, pipeline: str, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from molt import environ
 from molt.cli.preflight import try_everything
-from molt.cli.programs import load_program, run_quietly
+from molt.cli.programs import load_program, load_registered, recorded_programs, run_quietly
 from molt.cli.report import emit_json, emit_table, note
 from molt.config import Config
 from molt.errors import SettingError
@@ -36,7 +36,7 @@ def train(
     *flags: Settings,
     config: Files = (),
     resume: Path | None = None,
-    pipeline: str = "rl",
+    pipeline: str | None = None,
     dry_run: Switch = False,
     json: Switch = False,
 ) -> int | None:
@@ -51,13 +51,14 @@ def train(
     resume
         Go on with a run: the newest checkpoint and the log.
     pipeline
-        Program in pipelines/, or the path of your copy of one.
+        Program in pipelines/, or the path of your copy of one. When absent rl, or with --resume the one that made the run.
     dry_run
         Check everything that needs no GPU and print the resolved settings; write nothing.
     json
         Print JSON.
     """
-    run, resolved = _resolved(config, flags, resume)
+    run, resolved = resolved_for(config, flags, resume)
+    pipeline = pipeline or made_by(run) or "rl"
     check(resolved)
     check_inputs(resolved)
     load_program(pipeline)  # what it registers is known from here on
@@ -67,21 +68,14 @@ def train(
         return None
     check_machine(resolved)
     environ.prepare()
-    resolved = named(resolved)
-    path = run.path if run is not None else Path(resolved.run.dir).absolute() / (resolved.run.name or "")
-    result = run_quietly(pipeline, resolved, resume=run, is_quiet=json)
-    code = result if isinstance(result, int) else 0
-    if json:
-        emit_json({"run": str(path), "exit_code": code})
-    else:
-        print(f"run: {path}")
-    return code
+    return run_and_say(pipeline, resolved, run, as_json=json)
 
 
 def replay(
     run: Path,
     *,
     steps: int | None = None,
+    agent: Path | None = None,
     json: Switch = False,
 ) -> int | None:
     """Feed the recorded plans and rows through the same trainer code; stop at the first difference and name it.
@@ -92,11 +86,15 @@ def replay(
         Folder or name of the run.
     steps
         Steps to replay; all when absent.
+    agent
+        Agent or pipeline file that registers an estimator of the run, where its own are no longer in their place.
     json
         Print JSON.
     """
     environ.prepare()
-    report = run_quietly("replay", open_run(run), steps=steps, is_quiet=json)
+    found = open_run(run)
+    load_registered(found, agent)
+    report = run_quietly("replay", found, steps=steps, is_quiet=json)
     if json:
         emit_json(report if isinstance(report, dict) else {"result": report})
     elif isinstance(report, dict):
@@ -140,7 +138,28 @@ def settings(*, changed_by: Files = (), json: Switch = False) -> None:
         emit_table(("setting", "type", "value", "meaning"), rows)
 
 
-def _resolved(files: tuple[Path, ...], flags: tuple[str, ...], resume: Path | None) -> tuple[RunDir | None, Config]:
+def run_and_say(pipeline: str, config: Config, run: RunDir | None, *, as_json: bool) -> int:
+    """Run a pipeline that trains, say where its run lies, and return its exit code."""
+    config = named(config)
+    path = run.path if run is not None else Path(config.run.dir).absolute() / (config.run.name or "")
+    result = run_quietly(pipeline, config, resume=run, is_quiet=as_json)
+    code = result if isinstance(result, int) else 0
+    if as_json:
+        emit_json({"run": str(path), "exit_code": code})
+    else:
+        print(f"run: {path}")
+    return code
+
+
+def made_by(run: RunDir | None) -> str | None:
+    """The pipeline that made the newest attempt of a run. SettingError where it was a copy that is gone."""
+    names = [] if run is None else recorded_programs(run)
+    if names and names[-1].endswith(".py") and not Path(names[-1]).is_file():
+        raise SettingError(f"pipeline is absent and {names[-1]}, which made the run, is not there; give --pipeline FILE, where it is now")
+    return names[-1] if names else None
+
+
+def resolved_for(files: tuple[Path, ...], flags: tuple[str, ...], resume: Path | None) -> tuple[RunDir | None, Config]:
     """The run to go on with, if any, and the settings in force."""
     if resume is None:
         return None, resolve(files, flags)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from molt import environ
 from molt.config import Config
 from molt.driver.changes import provenance
+from molt.errors import MoltError
 from molt.learn.ranks import RankGroup
 from molt.log.actor import RaySink, start_log_actor, stop_log_actor
 from molt.log.producer import Producer
@@ -110,10 +111,17 @@ def ray_session(config: Config) -> Iterator[None]:
         return
     environ.prepare()
     address = environ.read("RAY_ADDRESS")
-    if address is not None:
-        ray.init(address=address, log_to_driver=False)
-    else:
-        ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES)
+    try:
+        if address is not None:
+            ray.init(address=address, log_to_driver=False)
+        else:
+            ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES)
+    except Exception as error:  # Ray raises plain ones
+        ray.shutdown()
+        what, way_out = ("Ray could not start", "see that this machine has time and memory left, then run again")
+        if address is not None:
+            what, way_out = (f"RAY_ADDRESS={address}, Ray cannot join that cluster", "start one there, or unset it for a local one")
+        raise MoltError(f"{what} ({type(error).__name__}: {error}); {way_out}") from error
     try:
         yield
     finally:
@@ -152,15 +160,24 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return group.exceptions[0]
 
 
-async def say_started(house: House, *, model_digest: str, num_steps: int, resumed_from_step: int | None, checkpoint: Path | None) -> None:
-    """Append attempt_started: all that is needed to say what ran."""
-    config, made = house.config, provenance(house.config)
+async def say_started(
+    house: House,
+    *,
+    model_digest: str,
+    num_steps: int,
+    resumed_from_step: int | None,
+    checkpoint: Path | None,
+    pipeline: str | None = None,
+) -> None:
+    """Append attempt_started: all that is needed to say what ran. pipeline: its file."""
+    config, made = house.config, provenance(house.config, pipeline)
     started = event(
         "attempt_started",
         config=config.model_dump_json(),
         config_digest=config_digest(config),
         code_digest=made["code_digest"],
         agent_digest=made["agent_digest"],
+        pipeline=made["pipeline"],
         packages=json.dumps(made["packages"], sort_keys=True),
         hardware=json.dumps(made["hardware"], sort_keys=True),
         seed=config.run.seed,

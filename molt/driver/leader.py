@@ -91,8 +91,8 @@ class Leader:
         self._wake = asyncio.Event()
         self.evaluated: list[FinishedGroup] = []
         """Finished groups of an evaluation, for whoever waits for them."""
-        self.num_groups_to_train = None if config.train.num_steps is None else config.train.num_steps * config.groups_per_step
-        """Groups that all steps need; None is as many as there are prompts."""
+        self.next_step = 0
+        """The first step that has no plan."""
 
     @property
     def lsn_end(self) -> int:
@@ -111,7 +111,7 @@ class Leader:
         check_order(events, self.order, [prompt.prompt_id for prompt in self.prompts])
         standing = stand(segments, events, inbox=self.inbox, from_step=from_step, num_prompts=len(self.prompts))
         self._segments = self.reader.tail("segments", [*SEGMENT_COLUMNS, "purpose"], after=self.inbox.cursor)
-        self.position = standing.position
+        self.position, self.next_step = standing.position, from_step
         return standing
 
     async def redispatch(self, members: Sequence[OpenMember]) -> None:
@@ -192,8 +192,10 @@ class Leader:
             num_consumed=self.inbox.num_consumed - self.inbox.num_before,
             num_running=self.inbox.num_running,
         )
-        if self.num_groups_to_train is not None:
-            room = min(room, self.num_groups_to_train - self.inbox.num_consumed - self.inbox.num_running)
+        if self.config.train.num_steps is not None:
+            # By steps to go, not by groups that ever trained: a run may go on with another number of groups in a step.
+            num_needed = (self.config.train.num_steps - self.next_step) * self.config.groups_per_step
+            room = min(room, num_needed - self.inbox.num_running)
         if self.num_positions is not None:
             room = min(room, self.num_positions - self.position)
         places = [self.order.place(self.position + i) for i in range(max(0, room))]
@@ -306,6 +308,7 @@ class Leader:
     def write_plan(self, plan: StepPlan, verdicts: Sequence[GroupVerdict] = ()) -> None:
         """Tell a plan and the admissions that it rests on, in one message; ranks read its rows meanwhile."""
         self.ranks.expect(plan)
+        self.next_step = plan.step + 1
         text = plan_to_json(plan)
         planned = event(
             "batch_planned",

@@ -13,6 +13,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPED_BY_HAND = 130
+"""Exit code of what a signal ended before its work was done, drained or not."""
 
 
 class Stopper:

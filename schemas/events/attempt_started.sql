@@ -4,6 +4,7 @@ create table attempt_started (
     config_digest varchar not null,
     code_digest varchar not null,
     agent_digest varchar,
+    pipeline varchar,
     packages varchar not null,
     hardware varchar not null,
     seed bigint not null,
@@ -17,8 +18,9 @@ create table attempt_started (
 
 comment on column attempt_started.config is 'resolved settings as JSON';
 comment on column attempt_started.config_digest is 'blake2b-128 hex of config';
-comment on column attempt_started.code_digest is 'blake2b-128 hex over the source files of molt and the file of an estimator that is not built in';
+comment on column attempt_started.code_digest is 'blake2b-128 hex over the source files of molt, the pipeline, and the file of an estimator that is not built in';
 comment on column attempt_started.agent_digest is 'blake2b-128 hex of the agent file; null without one';
+comment on column attempt_started.pipeline is 'program that ran: a name in pipelines/, or the path of a copy; null where it did not say';
 comment on column attempt_started.packages is 'JSON object: package name to version';
 comment on column attempt_started.hardware is 'JSON object: cpu, gpu, memory';
 comment on column attempt_started.seed is 'seed of the run';

@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from molt.algo.estimators import estimator_names
 from molt.cli import app, train_rl_ray
+from molt.cli.programs import load_registered, recorded_programs
+from molt.cli.train_verbs import made_by
 from molt.data.tiny import make_model
+from molt.errors import SettingError
+from molt.log.producer import Producer
+from molt.log.rows import event
+from molt.log.writer import LogWriter
 from molt.machine import version_of
+from molt.runs import RunDir
 
 PUBLISHED = """
 python3 -m molt.cli.train_rl_ray \
@@ -198,3 +206,25 @@ def test_published_command_line_says_what_the_machine_lacks(inputs, tmp_path, mo
     assert train_rl_ray.main(shlex.split(PUBLISHED.format(**inputs))[3:]) == 2
     assert "fsdp.attn_implementation=te needs Transformer Engine" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+async def test_run_remembers_the_copy_of_a_pipeline_that_made_it(tmp_path: Path):
+    copy = tmp_path / "my_rl.py"
+    copy.write_text(
+        "from molt.algo.advantage import estimator\n\n\n"
+        "@estimator('remembered')\ndef remembered(inputs):\n    return inputs.spread(inputs.reward_U)\n"
+    )
+    told = {"config": "{}", "config_digest": "", "code_digest": "", "packages": "{}", "hardware": "{}", "seed": 0, "model_digest": ""}
+    with LogWriter.open(tmp_path / "run", run="run", attempt=1, store="process") as writer:
+        producer = Producer(writer, "driver")
+        for pipeline in (str(copy), "rl", None, str(copy)):
+            await producer.append(events=[event("attempt_started", **told, num_steps=1, pid=1, host="h", pipeline=pipeline)])
+    run = RunDir(path=tmp_path / "run")
+    assert recorded_programs(run) == ["rl", str(copy)]
+    assert made_by(run) == str(copy) and made_by(None) is None
+    load_registered(run, None)
+    assert "remembered" in estimator_names()
+    copy.unlink()
+    load_registered(run, None)  # replay and ablate miss it only if they need what it registers
+    with pytest.raises(SettingError, match=r"my_rl.py, which made the run, is not there; give --pipeline FILE"):
+        made_by(run)

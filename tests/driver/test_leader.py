@@ -121,6 +121,22 @@ def events(tmp_path: Path, kind: str) -> int:
     return LogReader.open(tmp_path / "run").cut().table("events", ["lsn"], where=f"kind = '{kind}'").num_rows
 
 
+async def test_run_that_goes_on_with_smaller_steps_dispatches_for_those_to_go(tmp_path: Path, writer: LogWriter):
+    pool = ScriptedPool()
+    leader = make_leader(tmp_path, writer, pool, train={"batch_size": 2, "num_steps": 5}, admission={"max_lag": 9})
+    leader.inbox.num_consumed = 8  # four steps of two groups: more than five steps of one group ever need
+    leader.inbox.begin_version()
+    leader.next_step = 4
+    async with asyncio.timeout(20):
+        feed = asyncio.create_task(leader.feed())
+        while not pool.dispatched:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        feed.cancel()
+        await asyncio.gather(feed, return_exceptions=True)
+    assert len(pool.dispatched) == 1  # one step to go, of one group
+
+
 async def test_feed_dispatches_what_the_lag_bound_allows_and_more_with_a_new_version(tmp_path: Path, writer: LogWriter):
     pool = ScriptedPool()
     leader = make_leader(tmp_path, writer, pool, admission={"max_lag": 1})
