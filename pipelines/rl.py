@@ -16,7 +16,7 @@ from functools import partial
 from molt.admission.plan import StepPlan, laid_out
 from molt.config import Config
 from molt.data.prompts import PromptSet
-from molt.driver.changes import changes_since
+from molt.driver.changes import changes_since, check_checkpoint
 from molt.driver.evaluation import evaluate, evaluate_lost
 from molt.driver.house import House, alongside, open_house, say_started
 from molt.driver.leader import Leader
@@ -26,8 +26,7 @@ from molt.driver.versions import VersionClock
 from molt.errors import SettingError
 from molt.learn.result import StepResult
 from molt.runs import RunDir, create_run
-from molt.view.panel import Progress
-from molt.view.stop import STOPPED_BY_HAND, Stopper
+from molt.view.panel import Progress, Stopper
 
 
 async def main(config: Config, *, resume: RunDir | None = None) -> int:
@@ -65,7 +64,7 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                     await leader.drain()
                 progress.waiting("the last checkpoint")
                 await save_checkpoint(house, leader, step=step, policy_version=clock.weights_version, is_final=True)
-    return STOPPED_BY_HAND if leader.is_stopped else 0
+    return 0
 
 
 async def take_up(house: House, leader: Leader, progress: Progress, num_steps: int) -> tuple[int, VersionClock]:
@@ -78,20 +77,19 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
         progress.note(words)
     position = None if checkpoint is None else await house.ranks.load(checkpoint)
     if position is not None and checkpoint is not None:
-        house.reader.must_reach(position.lsn_end, f"checkpoint {checkpoint.name}")
+        check_checkpoint(house.reader, checkpoint, position)
     step = 0 if position is None else position.step
     leader.saved_step = None if position is None else step
     clock = VersionClock.of(config, 0 if position is None else position.policy_version)
     standing = leader.read_standing(from_step=step)
     is_resumed = house.attempt > 1
-    changes = changes_since(house.reader, config, num_steps=num_steps, pipeline=__file__)
+    changes = changes_since(house.reader, config, num_steps=num_steps)
     await say_started(
         house,
         model_digest=house.engines[0].weights_digest,
         num_steps=num_steps,
         resumed_from_step=step if is_resumed else None,
         checkpoint=checkpoint,
-        pipeline=__file__,
     )
     tokens = config.train.micro_batch_tokens
     plans = [laid_out(plan, num_ranks=config.fsdp.num_shards, micro_batch_tokens=tokens) for plan in standing.plans]

@@ -16,7 +16,7 @@ from pathlib import Path
 from molt.admission.order import PromptOrder
 from molt.admission.plan import StepPlan, plan_digest, plan_to_json
 from molt.config import Config
-from molt.driver.changes import changes_since
+from molt.driver.changes import changes_since, check_checkpoint
 from molt.driver.house import ray_session, say_started
 from molt.driver.leader import consumption, step_trained
 from molt.errors import SettingError
@@ -28,7 +28,7 @@ from molt.log.reader import LogReader
 from molt.log.rows import event
 from molt.runs import RunDir, create_run
 from molt.view.panel import Progress
-from molt.view.stop import STOPPED_BY_HAND, Stopper
+from molt.view.stop import Stopper
 
 ROWS_PER_MESSAGE = 256
 
@@ -75,10 +75,9 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
             if config.ckpt.export:
                 progress.waiting("exporting the model")
                 await school.ranks.export(config.ckpt.output_dir or run.checkpoints / "final")
-            is_stopped = stopper.is_draining and step < num_steps
-            reason = "drained" if is_stopped else "finished"
+            reason = "drained" if stopper.is_draining and step < num_steps else "finished"
             await school.producer.append(events=[event("attempt_ended", reason=reason, error=None, num_steps=school.num_recorded)])
-    return STOPPED_BY_HAND if is_stopped else 0
+    return 0
 
 
 def load(config: Config) -> tuple[Demonstrations, Demonstrations | None, int]:
@@ -141,17 +140,16 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
     initial_digest = await school.ranks.weights_digest()
     position = None if checkpoint is None else await school.ranks.load(checkpoint)
     if position is not None and checkpoint is not None:
-        school.reader.must_reach(position.lsn_end, f"checkpoint {checkpoint.name}")
+        check_checkpoint(school.reader, checkpoint, position)
     school.saved_step = None if position is None else position.step
     step = school.saved_step or 0
-    changes = changes_since(school.reader, school.config, num_steps=school.num_steps, pipeline=__file__)
+    changes = changes_since(school.reader, school.config, num_steps=school.num_steps)
     await say_started(
         school,
         model_digest=initial_digest,
         num_steps=school.num_steps,
         resumed_from_step=step if is_resumed else None,
         checkpoint=checkpoint,
-        pipeline=__file__,
     )
     if changes is not None and changes.is_worth_telling(num_replanned=0):
         await school.producer.append(events=[changes.told(from_step=step, num_replanned=0)])

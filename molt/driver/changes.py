@@ -1,4 +1,4 @@
-"""What a resumed attempt does otherwise than the attempt before it, and whether steps come out bit for bit under both."""
+"""What a resumed attempt does otherwise than the attempt before it, whether steps come out bit for bit, and whether its checkpoint fits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 from molt import machine
 from molt.agents.load import load_agent
 from molt.config import Config
+from molt.errors import DataError
+from molt.learn.checkpoint import Position
 from molt.learn.rank_actor import find_estimator
 from molt.log.reader import LogReader
 from molt.log.rows import Event, event
-from molt.places import program_name
 
 TRAINER_ROOMS = ("actor", "algo", "critic", "fsdp", "reference")
 TRAINER_SETTINGS = ("data.max_len", "run.seed", "train.deterministic", "train.epochs_per_batch", "train.routing_replay")
@@ -24,15 +25,11 @@ NUMERIC_VARIABLES = ("OMP_NUM_THREADS", "TRITON_F32_DEFAULT", "CUBLAS_WORKSPACE_
 """With code, processor, cores and GPUs: what they depend on beside settings."""
 
 
-def provenance(config: Config, pipeline: str | None = None) -> dict[str, Any]:
-    """What a run under those settings is made of, by the columns of attempt_started: code, agent, pipeline, packages, hardware.
-
-    pipeline: its file.
-    """
-    further = {Path(file).resolve() for file in (pipeline, find_estimator(config)) if file is not None}
+def provenance(config: Config) -> dict[str, Any]:
+    """What a run under those settings is made of, by the columns of attempt_started: code, agent, packages, hardware."""
+    further = find_estimator(config)
     return {
-        "code_digest": machine.code_digest(*sorted(further)),
-        "pipeline": None if pipeline is None else program_name(pipeline),
+        "code_digest": machine.code_digest(*([] if further is None else [Path(further)])),
         "agent_digest": None if config.train.agent_path is None else load_agent(config.train.agent_path).digest,
         "packages": machine.packages(),
         "hardware": machine.hardware(),
@@ -73,7 +70,7 @@ class Changes:
         return text
 
 
-def changes_since(reader: LogReader, config: Config, *, num_steps: int, pipeline: str | None = None) -> Changes | None:
+def changes_since(reader: LogReader, config: Config, *, num_steps: int) -> Changes | None:
     """What differs from the newest attempt in the log; None where there is none."""
     rows = reader.cut().table("events", ["lsn", "body"], where="kind = 'attempt_started'").sort_by("lsn").to_pylist()
     if not rows:
@@ -86,10 +83,32 @@ def changes_since(reader: LogReader, config: Config, *, num_steps: int, pipeline
     if before["num_steps"] != num_steps and "train.num_steps" not in changed:
         changed["num_steps"] = before["num_steps"], num_steps  # the data may have grown under the same settings
     told = before | {name: json.loads(before[name]) for name in ("packages", "hardware")}
-    was, made = _made_of(told), _made_of(provenance(config, pipeline))
+    was, made = _made_of(told), _made_of(provenance(config))
     differing = {name: (was.get(name), made.get(name)) for name in sorted(was.keys() | made.keys()) if was.get(name) != made.get(name)}
     is_exact = trainer_settings(then, before["num_steps"]) == trainer_settings(now, num_steps) and not any(map(_is_numeric, differing))
     return Changes(changed=changed | differing, is_exact=is_exact)
+
+
+def check_checkpoint(reader: LogReader, folder: Path, position: Position) -> None:
+    """LogError for a checkpoint that the log does not reach; DataError where no step of the log made its weights: another run did."""
+    reader.must_reach(position.lsn_end, f"checkpoint {folder.name}")
+    kinds = "('attempt_started', 'step_trained', 'checkpoint_saved')"
+    known: set[str] = set()
+    for row in reader.cut().table("events", ["kind", "body"], where=f"kind in {kinds}").to_pylist():
+        body = json.loads(row["body"])
+        match row["kind"]:
+            case "attempt_started" if position.step == 0:
+                known.add(body["model_digest"])
+            case "step_trained" if body["step"] == position.step - 1:
+                known.add(body["weights_digest"])
+            case "checkpoint_saved" if body["step"] == position.step:
+                known.add(body["weights_digest"])
+    known -= {None}  # a step between two digests
+    if known and position.weights_digest not in known:
+        raise DataError(
+            f"checkpoint {folder.name} holds weights {position.weights_digest}, those after {position.step} steps of this run are "
+            f"{' or '.join(sorted(known))}: another run wrote it; put the run's own back, or take it away and the one before is loaded"
+        )
 
 
 def _made_of(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +118,6 @@ def _made_of(known: Mapping[str, Any]) -> dict[str, Any]:
         {
             "code_digest": known["code_digest"],
             "agent_digest": known["agent_digest"],
-            "pipeline": known.get("pipeline"),
             "packages": known["packages"],
             "hardware": {name: value for name, value in hardware.items() if name in ("cpu", "cores", "gpus")},
             "environment": {name: environment[name] for name in NUMERIC_VARIABLES if name in environment},

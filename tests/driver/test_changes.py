@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from molt.admission.plan import laid_out, plan_digest, plan_step, plan_to_json
 from molt.cli.programs import load_program
 from molt.config import Config
-from molt.driver.changes import Changes, changes_since, provenance
+from molt.driver.changes import Changes, changes_since, check_checkpoint, provenance
+from molt.errors import DataError, LogError
+from molt.learn.checkpoint import Position
 from molt.log.producer import Producer
 from molt.log.reader import LogReader
 from molt.log.rows import Event, event
@@ -25,8 +28,7 @@ def started(resumed_from_step: int | None = None, *, num_steps: int = 8, made: d
     known = provenance(config) | (made or {})
     return event(
         "attempt_started", config=config.model_dump_json(), config_digest="", code_digest=known["code_digest"],
-        agent_digest=known["agent_digest"], pipeline=known["pipeline"],
-        packages=json.dumps(known["packages"]), hardware=json.dumps(known["hardware"]), seed=0,
+        agent_digest=known["agent_digest"], packages=json.dumps(known["packages"]), hardware=json.dumps(known["hardware"]), seed=0,
         resumed_from_step=resumed_from_step, model_digest="m", num_steps=num_steps, pid=1, host="h",
     )  # fmt: skip
 
@@ -125,7 +127,6 @@ def test_attempt_under_the_same_settings_has_nothing_to_tell(tmp_path: Path):
     [
         ("code_digest", "c0", "code_digest", False),
         ("agent_digest", "a0", "agent_digest", True),  # an agent makes rollouts, not what steps make of them
-        ("pipeline", "/home/me/my_rl.py", "pipeline", True),  # what it holds is in code_digest
         ("packages", {"torch": "2.0.0"}, "packages.torch", False),
         ("packages", {"ray": "1.0.0"}, "packages.ray", True),
         ("packages", {"apex": "1"}, "packages.apex", True),  # gone since
@@ -177,3 +178,20 @@ def test_attempts_that_changed_nothing_replay_on_the_same_ranks(tmp_path: Path):
     record = load_program("replay").read_record(reader)
     assert [[plan.step for plan, _ in span.steps] for span in record["spans"]] == [[0, 1, 2, 3]]
     assert len(record["plans"]) == 4
+
+
+def test_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    """By what the step before it made, or by the fact that it was saved; where the log says neither, it is taken."""
+    made = [*steps(0, 3), event("checkpoint_saved", step=3, policy_version=3, path="p", weights_digest="w3", cursor=0, lsn_end=0)]
+    made[1] = replace(made[1], body=made[1].body | {"weights_digest": "w1"})
+    reader = write(tmp_path, [started(), *made])
+    place = {"policy_version": 0, "cursor": 0, "lsn_end": 0, "num_updates": {"actor": 1}}
+    for step, digest in ((0, "m"), (1, "w1"), (2, "any"), (3, "w3")):
+        check_checkpoint(reader, Path("step-x"), Position(step=step, weights_digest=digest, **place))
+    for step in (0, 1, 3):
+        with pytest.raises(
+            DataError, match=rf"checkpoint step-x holds weights other, those after {step} steps of this run are \w+: another"
+        ):
+            check_checkpoint(reader, Path("step-x"), Position(step=step, weights_digest="other", **place))
+    with pytest.raises(LogError, match="checkpoint step-x"):
+        check_checkpoint(reader, Path("step-x"), Position(step=3, weights_digest="w3", **place | {"lsn_end": 10_000}))
