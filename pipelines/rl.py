@@ -26,7 +26,8 @@ from molt.driver.versions import VersionClock
 from molt.errors import SettingError
 from molt.learn.result import StepResult
 from molt.runs import RunDir, create_run
-from molt.view.panel import Progress, Stopper
+from molt.view.panel import Progress
+from molt.view.stop import STOPPED_BY_HAND, Stopper
 
 
 async def main(config: Config, *, resume: RunDir | None = None) -> int:
@@ -64,7 +65,7 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
                     await leader.drain()
                 progress.waiting("the last checkpoint")
                 await save_checkpoint(house, leader, step=step, policy_version=clock.weights_version, is_final=True)
-    return 0
+    return STOPPED_BY_HAND if leader.is_stopped else 0
 
 
 async def take_up(house: House, leader: Leader, progress: Progress, num_steps: int) -> tuple[int, VersionClock]:
@@ -83,13 +84,14 @@ async def take_up(house: House, leader: Leader, progress: Progress, num_steps: i
     clock = VersionClock.of(config, 0 if position is None else position.policy_version)
     standing = leader.read_standing(from_step=step)
     is_resumed = house.attempt > 1
-    changes = changes_since(house.reader, config, num_steps=num_steps)
+    changes = changes_since(house.reader, config, num_steps=num_steps, pipeline=__file__)
     await say_started(
         house,
         model_digest=house.engines[0].weights_digest,
         num_steps=num_steps,
         resumed_from_step=step if is_resumed else None,
         checkpoint=checkpoint,
+        pipeline=__file__,
     )
     tokens = config.train.micro_batch_tokens
     plans = [laid_out(plan, num_ranks=config.fsdp.num_shards, micro_batch_tokens=tokens) for plan in standing.plans]

@@ -28,7 +28,7 @@ from molt.log.reader import LogReader
 from molt.log.rows import event
 from molt.runs import RunDir, create_run
 from molt.view.panel import Progress
-from molt.view.stop import Stopper
+from molt.view.stop import STOPPED_BY_HAND, Stopper
 
 ROWS_PER_MESSAGE = 256
 
@@ -75,9 +75,10 @@ async def main(config: Config, *, resume: RunDir | None = None) -> int:
             if config.ckpt.export:
                 progress.waiting("exporting the model")
                 await school.ranks.export(config.ckpt.output_dir or run.checkpoints / "final")
-            reason = "drained" if stopper.is_draining and step < num_steps else "finished"
+            is_stopped = stopper.is_draining and step < num_steps
+            reason = "drained" if is_stopped else "finished"
             await school.producer.append(events=[event("attempt_ended", reason=reason, error=None, num_steps=school.num_recorded)])
-    return 0
+    return STOPPED_BY_HAND if is_stopped else 0
 
 
 def load(config: Config) -> tuple[Demonstrations, Demonstrations | None, int]:
@@ -143,13 +144,14 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
         check_checkpoint(school.reader, checkpoint, position)
     school.saved_step = None if position is None else position.step
     step = school.saved_step or 0
-    changes = changes_since(school.reader, school.config, num_steps=school.num_steps)
+    changes = changes_since(school.reader, school.config, num_steps=school.num_steps, pipeline=__file__)
     await say_started(
         school,
         model_digest=initial_digest,
         num_steps=school.num_steps,
         resumed_from_step=step if is_resumed else None,
         checkpoint=checkpoint,
+        pipeline=__file__,
     )
     if changes is not None and changes.is_worth_telling(num_replanned=0):
         await school.producer.append(events=[changes.told(from_step=step, num_replanned=0)])

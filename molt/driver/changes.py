@@ -16,6 +16,7 @@ from molt.learn.checkpoint import Position
 from molt.learn.rank_actor import find_estimator
 from molt.log.reader import LogReader
 from molt.log.rows import Event, event
+from molt.places import program_name
 
 TRAINER_ROOMS = ("actor", "algo", "critic", "fsdp", "reference")
 TRAINER_SETTINGS = ("data.max_len", "run.seed", "train.deterministic", "train.epochs_per_batch", "train.routing_replay")
@@ -25,11 +26,15 @@ NUMERIC_VARIABLES = ("OMP_NUM_THREADS", "TRITON_F32_DEFAULT", "CUBLAS_WORKSPACE_
 """With code, processor, cores and GPUs: what they depend on beside settings."""
 
 
-def provenance(config: Config) -> dict[str, Any]:
-    """What a run under those settings is made of, by the columns of attempt_started: code, agent, packages, hardware."""
-    further = find_estimator(config)
+def provenance(config: Config, pipeline: str | None = None) -> dict[str, Any]:
+    """What a run under those settings is made of, by the columns of attempt_started: code, agent, pipeline, packages, hardware.
+
+    pipeline: its file.
+    """
+    further = {Path(file).resolve() for file in (pipeline, find_estimator(config)) if file is not None}
     return {
-        "code_digest": machine.code_digest(*([] if further is None else [Path(further)])),
+        "code_digest": machine.code_digest(*sorted(further)),
+        "pipeline": None if pipeline is None else program_name(pipeline),
         "agent_digest": None if config.train.agent_path is None else load_agent(config.train.agent_path).digest,
         "packages": machine.packages(),
         "hardware": machine.hardware(),
@@ -70,7 +75,7 @@ class Changes:
         return text
 
 
-def changes_since(reader: LogReader, config: Config, *, num_steps: int) -> Changes | None:
+def changes_since(reader: LogReader, config: Config, *, num_steps: int, pipeline: str | None = None) -> Changes | None:
     """What differs from the newest attempt in the log; None where there is none."""
     rows = reader.cut().table("events", ["lsn", "body"], where="kind = 'attempt_started'").sort_by("lsn").to_pylist()
     if not rows:
@@ -83,7 +88,7 @@ def changes_since(reader: LogReader, config: Config, *, num_steps: int) -> Chang
     if before["num_steps"] != num_steps and "train.num_steps" not in changed:
         changed["num_steps"] = before["num_steps"], num_steps  # the data may have grown under the same settings
     told = before | {name: json.loads(before[name]) for name in ("packages", "hardware")}
-    was, made = _made_of(told), _made_of(provenance(config))
+    was, made = _made_of(told), _made_of(provenance(config, pipeline))
     differing = {name: (was.get(name), made.get(name)) for name in sorted(was.keys() | made.keys()) if was.get(name) != made.get(name)}
     is_exact = trainer_settings(then, before["num_steps"]) == trainer_settings(now, num_steps) and not any(map(_is_numeric, differing))
     return Changes(changed=changed | differing, is_exact=is_exact)
@@ -118,6 +123,7 @@ def _made_of(known: Mapping[str, Any]) -> dict[str, Any]:
         {
             "code_digest": known["code_digest"],
             "agent_digest": known["agent_digest"],
+            "pipeline": known.get("pipeline"),
             "packages": known["packages"],
             "hardware": {name: value for name, value in hardware.items() if name in ("cpu", "cores", "gpus")},
             "environment": {name: environment[name] for name in NUMERIC_VARIABLES if name in environment},

@@ -28,7 +28,8 @@ def started(resumed_from_step: int | None = None, *, num_steps: int = 8, made: d
     known = provenance(config) | (made or {})
     return event(
         "attempt_started", config=config.model_dump_json(), config_digest="", code_digest=known["code_digest"],
-        agent_digest=known["agent_digest"], packages=json.dumps(known["packages"]), hardware=json.dumps(known["hardware"]), seed=0,
+        agent_digest=known["agent_digest"], pipeline=known["pipeline"],
+        packages=json.dumps(known["packages"]), hardware=json.dumps(known["hardware"]), seed=0,
         resumed_from_step=resumed_from_step, model_digest="m", num_steps=num_steps, pid=1, host="h",
     )  # fmt: skip
 
@@ -127,6 +128,7 @@ def test_attempt_under_the_same_settings_has_nothing_to_tell(tmp_path: Path):
     [
         ("code_digest", "c0", "code_digest", False),
         ("agent_digest", "a0", "agent_digest", True),  # an agent makes rollouts, not what steps make of them
+        ("pipeline", "/home/me/my_rl.py", "pipeline", True),  # what it holds is in code_digest
         ("packages", {"torch": "2.0.0"}, "packages.torch", False),
         ("packages", {"ray": "1.0.0"}, "packages.ray", True),
         ("packages", {"apex": "1"}, "packages.apex", True),  # gone since
