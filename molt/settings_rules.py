@@ -78,6 +78,13 @@ def _staleness(config: Config) -> Iterator[str]:
             f"admission.max_lag={lag} needs train.async_queue_size={lag} or less, got {queue}; groups generated further ahead "
             f"would only be dropped; set train.async_queue_size={lag} or raise admission.max_lag"
         )
+    per_version = config.rollout.batch_size // max(1, config.groups_per_step)
+    if config.algo.advantage.decoupled and per_version > 1:
+        yield (
+            f"algo.advantage.decoupled=true takes the trainer for what sampled the tokens of its own version, and with rollout.batch_size="
+            f"{config.rollout.batch_size} each version trains {per_version} steps, of which the first alone is so; "
+            f"set rollout.batch_size={config.groups_per_step} or decoupled=false"
+        )
     if config.train.partial_rollout_enable:
         if queue == 0:
             yield "train.partial_rollout_enable=true does nothing with train.async_queue_size=0, nothing is in flight at a refit; drop it"

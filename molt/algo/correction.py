@@ -10,8 +10,8 @@ The log-ratio of a token is log p_trainer - log p_behaviour. The level says what
     geo    geometric mean over the segment     its own ratio               the geometric mean, bounded
 
 mask: low <= ratio <= high keeps, else weight 0. clip: weight = min(max(ratio, low), high). trunc: weight = min(ratio, high).
-gate = kl or tv compares a binary divergence instead (token: its own, seq: sum, geo: mean) and only masks; a kept token has
-its own ratio as weight. All ratios are formed in log space and bounded to e^-20 .. e^20.
+gate = kl or tv compares a binary divergence instead (token: its own, seq: the mean over the segment) and only masks; a kept token
+has its own ratio as weight. All ratios are formed in log space and bounded to e^-20 .. e^20.
 Each segment is decided by itself, so the gate may run on any subset of whole segments and gives the same bits.
 """
 
@@ -66,14 +66,12 @@ def importance_gate(
     is_trainable_T: Tensor | None = None,
     version_T: Tensor | None = None,
     trainer_version: int | None = None,
-    same_version_logprobs_T: Tensor | None = None,
 ) -> Gate:
     """Gate over whole segments; segment_T is non-decreasing, settings is config.algo.
 
     Errors: LineageError for a trainable token without behaviour log-prob (NaN), or for a segment of mixed versions under
     level off; NonFiniteError for any other log-prob that is not finite. Both name segment and token; nothing is cleaned away.
-    decoupled needs version_T and trainer_version; same_version_logprobs_T (the trainer's log-probs at the version that
-    sampled the token, NaN where unknown) splits a stale token's log-ratio exactly.
+    decoupled needs version_T and trainer_version.
     """
     advantage = settings.advantage
     check_correction(advantage)
@@ -89,7 +87,7 @@ def importance_gate(
         _refuse_mixed(axes, version_T)
         weight_T, kept_T = torch.ones_like(log_ratio_T, dtype=torch.float64), trainable_T
     elif advantage.decoupled:
-        weight_T, kept_T = _decoupled(axes, settings, trainer_T, behaviour_T, version_T, trainer_version, same_version_logprobs_T)
+        weight_T, kept_T = _decoupled(axes, settings, trainer_T, behaviour_T, version_T, trainer_version)
     else:
         weight_T, kept_T = _decide(axes, settings, trainer_T, behaviour_T, trainable_T, band(advantage))
     kept_T = kept_T & trainable_T
@@ -195,25 +193,18 @@ def _decoupled(
     behaviour_T: Tensor,
     version_T: Tensor | None,
     trainer_version: int | None,
-    same_version_T: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Mismatch (engine to trainer at one version) and staleness (that version to the trainer now), each against its own band.
 
-    A token of the current version is all mismatch. A stale token is all staleness, unless same_version_T splits it. The weights
-    multiply, and a token is kept when both bands keep it.
+    A token of the current version is all mismatch, a stale one all staleness. The weights multiply, and a token is kept when both
+    bands keep it.
     """
     if version_T is None or trainer_version is None:
         raise LineageError("algo.advantage.decoupled=true needs the policy version of every token and of the trainer; got none")
     current_T = axes.trainable_T & (version_T == trainer_version)
     stale_T = axes.trainable_T & ~current_T
-    at_version_T = torch.where(current_T, trainer_T, behaviour_T)
-    split_T = current_T
-    if same_version_T is not None:
-        known_T = stale_T & torch.isfinite(same_version_T)
-        at_version_T = torch.where(known_T, same_version_T, at_version_T)
-        split_T = current_T | known_T
-    mismatch_T, fits_T = _decide(axes, settings, at_version_T, behaviour_T, split_T, mismatch_band(settings.advantage))
-    staleness_T, fresh_T = _decide(axes, settings, trainer_T, at_version_T, stale_T, band(settings.advantage))
+    mismatch_T, fits_T = _decide(axes, settings, trainer_T, behaviour_T, current_T, mismatch_band(settings.advantage))
+    staleness_T, fresh_T = _decide(axes, settings, trainer_T, behaviour_T, stale_T, band(settings.advantage))
     return mismatch_T * staleness_T, fits_T & fresh_T
 
 

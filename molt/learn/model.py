@@ -212,7 +212,7 @@ class TokenValuer(nn.Module):
         part = self.scorer.cut(packed)
         own = packed if part is None else part.packed
         hidden_ND = self.scorer.hidden(self.scorer.inputs(own, part))[own.index_N]
-        values_N = self.value_head(hidden_ND)[:, 0].float()
+        values_N = self.value_head(hidden_ND).float().sum(1)  # FSDP hangs its backward hook on what returns, which must not be a view
         values_N = values_N if part is None else part.gather(values_N)
         return values_N, torch.zeros_like(values_N)
 

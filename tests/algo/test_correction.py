@@ -200,22 +200,6 @@ def test_decoupled_bounds_staleness_and_mismatch_apart():
     torch.testing.assert_close(found.weights_T, torch.tensor([1.05, 0.0, 1.5, 0.0]))
 
 
-def test_decoupled_splits_a_stale_token_when_its_own_version_was_scored():
-    # behaviour -1, the trainer at that version -1 + ln 1.5 (mismatch 1.5), the trainer now -1 + ln 3 (staleness 2)
-    found = gate(
-        [LN(3.0)],
-        "token",
-        "clip",
-        (0.5, 5.0),
-        decoupled=True,
-        is_mismatch_threshold=(0.9, 1.1),
-        version_T=torch.tensor([3]),
-        trainer_version=5,
-        same_version_logprobs_T=torch.tensor([-1.0 + LN(1.5)]),
-    )
-    assert found.weights_T.tolist() == pytest.approx([1.1 * 2.0])
-
-
 def test_decoupled_sequence_falls_as_a_whole():
     # the stale half is out of its band, so the fresh half goes with it
     found = gate([0.0, LN(8.0)], "seq", decoupled=True, version_T=torch.tensor([5, 3]), trainer_version=5, is_mismatch_threshold=(0.9, 1.1))

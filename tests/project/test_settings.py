@@ -161,6 +161,10 @@ def test_defaults_are_in_order() -> None:
             "admission.max_lag=0 needs train.async_queue_size=0 or less, got 2",
         ),
         (
+            ["--algo.advantage.decoupled", "--rollout.batch_size", "16", "--train.batch_size", "8"],
+            "algo.advantage.decoupled=true takes the trainer for what sampled the tokens of its own version",
+        ),
+        (
             ["--train.partial_rollout_enable", "--algo.advantage.is_correction_level", "off"],
             "mixes policy versions inside a rollout, got algo.advantage.is_correction_level=off",
         ),
