@@ -2,7 +2,8 @@
 
 python -m tools.device.layouts --limit-s 540 [--gpus 2|4|8] [--only ep2 tp2] [--rehearse]
 
-2 GPUs   a run with experts over both cards (ep2) and an engine on one of them; then its recorded steps by one rank, tp2 and cp2
+2 GPUs   a run with experts over both cards (ep2) and an engine on one of them; then its recorded steps by one rank, tp2, cp2, dp2
+         with sharded weights and gradients, and with such that are held whole through a step
 4 GPUs   runs of 20 steps with ep2, tp2 and cp2 on two cards, an engine of two on the others; then recorded steps again, by one rank too
 8 GPUs   the same with ep4, ep2 x cp2 and tp2 x cp2 on four cards, two engines of two on the others
 
@@ -28,8 +29,17 @@ from tools.device.parts import ROOT, Child, Parts, flags, molt, parser
 from tools.device.readings import events_of, gaps, interval, steps_of
 from tools.device.world import World, make_world
 
+HELD: dict[str, Any] = {"reshard_after_forward": False, "defer_grad_sync": True}
+"""Weights gathered, and gradients summed, once a step."""
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"ep2": {"ep_size": 2}, "tp2": {"tp_size": 2}, "cp2": {"cp_size": 2}},
+    2: {
+        "ep2": {"ep_size": 2},
+        "tp2": {"tp_size": 2},
+        "cp2": {"cp_size": 2},
+        "cp2 held": {"cp_size": 2} | HELD,
+        "dp2": {},
+        "dp2 held": HELD,
+    },
     4: {"ep4": {"ep_size": 4}, "ep2 x cp2": {"ep_size": 2, "cp_size": 2}, "tp2 x cp2": {"tp_size": 2, "cp_size": 2}},
 }
 """By trainer ranks."""
