@@ -71,6 +71,7 @@ class Policy:
         """Copies of shards lie on the host too."""
         self.fsdp = fsdp
         self.scorer: Any = shard(scorer, actor, fsdp, mesh)
+        self._sharded = fsdp_modules(self.scorer)
         self.parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [{"params": part} for part in by_mesh(self.parameters).values()],
@@ -85,7 +86,7 @@ class Policy:
 
     def begin(self, *, is_last: bool) -> None:
         """Before the passes of a micro-batch of a step: what fsdp keeps or defers lasts to the backward pass of the last one."""
-        for module in fsdp_modules(self.scorer):
+        for module in self._sharded:
             if self.fsdp.defer_grad_sync:
                 module.set_requires_gradient_sync(is_last, recurse=False)
             if not self.fsdp.reshard_after_forward:
@@ -183,7 +184,7 @@ class Policy:
 
     def reshard(self) -> None:
         """Give back whole weights that a forward pass left behind."""
-        for module in fsdp_modules(self.scorer):
+        for module in self._sharded:
             module.reshard()
 
     def _non_finite_names(self) -> list[str]:
