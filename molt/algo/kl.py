@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from molt.config import KlSettings
 
 KlEstimator = Literal["k1", "k2", "k3"]
 MAX_LOG_RATIO = 20.0
@@ -59,3 +62,8 @@ def next_coefficient(coefficient: float, measured: float, *, target: float | Non
         return coefficient
     error = min(max(measured / target - 1.0, -0.2), 0.2)
     return coefficient * (1.0 + error * n_steps / horizon)
+
+
+def coefficient_after(settings: KlSettings, reached: float | None) -> float:
+    """Coefficient that a run goes on with. reached: of its checkpoint, by an adaptive controller; without one now the settings alone say."""
+    return reached if settings.target is not None and reached else settings.coef

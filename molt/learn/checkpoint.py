@@ -54,7 +54,7 @@ class Position:
     num_updates: dict[str, int]
     """Updates made, by policy (actor, critic): the place in the schedule."""
     kl_coef: float | None = None
-    """Coefficient of the divergence in force; None when never set."""
+    """Coefficient of the divergence that the adaptive controller had reached; None without one."""
 
 
 def save(root: Path, policies: dict[str, Policy], position: Position) -> Path:

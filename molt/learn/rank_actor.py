@@ -16,6 +16,7 @@ import torch.distributed as dist
 from molt.admission.plan import StepPlan
 from molt.agents.load import load_agent
 from molt.algo.estimators import estimator_file, estimator_names, load_estimators
+from molt.algo.kl import coefficient_after
 from molt.config import Config
 from molt.errors import RefitError
 from molt.learn import checkpoint, weights
@@ -215,7 +216,7 @@ class RankProcess(Member):
             lsn_end=lsn_end,
             weights_digest=digest,
             num_updates={name: policy.num_updates for name, policy in self.policies.items()},
-            kl_coef=self.ranked.kl_coef,
+            kl_coef=None if self.spec.config.algo.kl.target is None else self.ranked.kl_coef,
         )
         folder = checkpoint.save(Path(root), self.policies, position)
         if self.spec.rank == 0:
@@ -229,8 +230,7 @@ class RankProcess(Member):
     def load(self, folder: str) -> Position:
         """Take up a checkpoint; returns its position."""
         position = checkpoint.load(Path(folder), self.policies)
-        if position.kl_coef is not None:
-            self.ranked.kl_coef = position.kl_coef
+        self.ranked.kl_coef = coefficient_after(self.spec.config.algo.kl, position.kl_coef)
         return position
 
     def export(self, target: str) -> str:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from molt.algo.kl import kl_estimate, kl_loss, next_coefficient
+from molt.algo.kl import coefficient_after, kl_estimate, kl_loss, next_coefficient
+from molt.config import KlSettings
 
 
 def test_the_three_estimates_by_hand():
@@ -88,3 +89,9 @@ def test_the_adaptive_coefficient_moves_by_at_most_a_fifth_per_horizon():
     assert next_coefficient(0.1, 2.0, target=1.0, horizon=100, n_steps=10) == pytest.approx(0.102)
     assert next_coefficient(0.1, 0.0, target=1.0, horizon=100, n_steps=10) == pytest.approx(0.098)
     assert next_coefficient(0.1, 1.1, target=1.0, horizon=100, n_steps=10) == pytest.approx(0.101)
+
+
+def test_a_run_goes_on_with_the_coefficient_of_its_settings_or_with_what_a_controller_had_reached() -> None:
+    fixed, steered = KlSettings(coef=0.3), KlSettings(coef=0.3, target=1.0)
+    assert [coefficient_after(fixed, reached) for reached in (None, 0.0, 0.1)] == [0.3, 0.3, 0.3]
+    assert [coefficient_after(steered, reached) for reached in (None, 0.0, 0.1)] == [0.3, 0.3, 0.1]  # of 0 nothing would ever grow
