@@ -65,5 +65,5 @@ def next_coefficient(coefficient: float, measured: float, *, target: float | Non
 
 
 def coefficient_after(settings: KlSettings, reached: float | None) -> float:
-    """Coefficient that a run goes on with. reached: of its checkpoint, by an adaptive controller; without one now the settings alone say."""
+    """Coefficient that a run goes on with. reached: by the controller of its checkpoint; without one now, the settings alone say."""
     return reached if settings.target is not None and reached else settings.coef
