@@ -12,7 +12,7 @@ from pathlib import Path
 
 from molt.config import Config
 from molt.errors import LogFullError, SettingError
-from molt.settings import dump_toml, resolve
+from molt.settings import dump_toml, resolve_recorded
 
 CONFIG_FILE = "config.resolved.toml"
 NAME_FORM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -47,7 +47,7 @@ class RunDir:
 
     def config(self, flags: tuple[str, ...] = ()) -> Config:
         """The settings of the run, with flags laid over them."""
-        return resolve([self.config_path], flags)
+        return resolve_recorded(self.config_path, flags)
 
     @property
     def num_attempts(self) -> int:

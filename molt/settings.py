@@ -17,7 +17,18 @@ from molt.config import Config, Room
 from molt.errors import SettingError
 from molt.settings_rules import check
 
-__all__ = ["RENAMED", "check", "config_digest", "dump_toml", "field_types", "flatten", "parse_flags", "resolve"]
+__all__ = [
+    "RENAMED",
+    "check",
+    "config_digest",
+    "dump_toml",
+    "field_types",
+    "flatten",
+    "parse_flags",
+    "resolve",
+    "resolve_recorded",
+    "with_whole_paths",
+]
 
 RENAMED: dict[str, str] = {
     "actor.adam.lr": "actor.learning_rate",
@@ -57,6 +68,32 @@ def resolve(files: Iterable[str | Path] = (), flags: Sequence[str] = ()) -> Conf
         return Config.model_validate(_nest(_corrected(values)))
     except pydantic.ValidationError as error:
         raise SettingError(_told(error, origin)) from None
+
+
+def resolve_recorded(file: str | Path, flags: Sequence[str] = ()) -> Config:
+    """The settings that a run recorded, and flags over them. Its record holds every setting; what has its default there counts as not
+    given, as it was when the run began."""
+    config, said = resolve([file], flags), parse_flags(flags)
+    for key, default in defaults().items():
+        *rooms, name = key.split(".")
+        room: Any = config
+        for part in rooms:
+            room = getattr(room, part)
+        if key not in said and getattr(room, name) == default:
+            room.model_fields_set.discard(name)
+    return config
+
+
+def defaults(model: type[Room] = Config, prefix: str = "") -> dict[str, Any]:
+    """Every dotted setting with its default."""
+    known: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Room):
+            known |= defaults(kind, f"{prefix}{name}.")
+        else:
+            known[f"{prefix}{name}"] = field.get_default(call_default_factory=True)
+    return known
 
 
 def _corrected(values: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +146,26 @@ def flatten(config: Config) -> dict[str, Any]:
             value = value[part]
         flat[key] = value
     return flat
+
+
+PATHS = (
+    "actor.model_name_or_path", "ckpt.output_dir", "critic.model_name_or_path", "data.eval_dataset", "data.prompt_dataset", "log.store",
+    "reference.model_name_or_path", "run.dir", "sft.dataset", "train.agent_path",
+)  # fmt: skip
+"""Settings that name a file or folder."""
+
+
+def with_whole_paths(config: Config) -> Config:
+    """The same settings, paths from the root on: a run is resumed and replayed from any folder, and its record says which file it read."""
+    rooms: dict[str, Room] = {}
+    for key in PATHS:
+        room, _, name = key.partition(".")
+        own = rooms.get(room, getattr(config, room))
+        value = getattr(own, name)
+        is_profile = key == "log.store" and not str(value).endswith(".toml")
+        if value is not None and "://" not in value and not is_profile:
+            rooms[room] = own.model_copy(update={name: str(Path(value).expanduser().absolute())})
+    return config.model_copy(update=rooms)
 
 
 def dump_toml(config: Config) -> str:

@@ -13,7 +13,7 @@ from molt.cli.report import emit_json, emit_table
 from molt.cli.train_verbs import made_by, resolved_for, run_and_say
 from molt.config import Config
 from molt.machine import check_machine
-from molt.settings import check, config_digest, flatten
+from molt.settings import check, config_digest, flatten, with_whole_paths
 from molt.settings_rules import check_output
 
 Settings = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
@@ -56,6 +56,7 @@ def sft(
     # Nothing is generated, so the length of a model call says nothing about the data.
     check(resolved.model_copy(update={"rollout": resolved.rollout.model_copy(update={"max_new_tokens": 1})}))
     check_output(resolved)
+    resolved = with_whole_paths(resolved)
     program_path(pipeline)
     if dry_run:
         _print_dry_run(resolved, pipeline, as_json=json)

@@ -15,7 +15,7 @@ from molt.config import Config
 from molt.errors import SettingError
 from molt.machine import check_machine, machine_findings
 from molt.runs import RunDir, named, open_run
-from molt.settings import check, config_digest, dump_toml, flatten, resolve
+from molt.settings import check, config_digest, dump_toml, flatten, resolve, with_whole_paths
 from molt.settings_docs import describe
 from molt.settings_rules import check_inputs
 
@@ -63,6 +63,7 @@ def train(
     check_inputs(resolved)
     load_program(pipeline)  # what it registers is known from here on
     found = try_everything(resolved)
+    resolved = with_whole_paths(resolved)
     if dry_run:
         _print_dry_run(resolved, found, as_json=json)
         return None

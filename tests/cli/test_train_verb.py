@@ -80,7 +80,7 @@ def test_published_command_line_parses_as_written(inputs, capsys) -> None:
     config = json.loads(printed.out)["config"]
     assert (config["vllm"]["num_engines"], config["vllm"]["tensor_parallel_size"]) == (2, 2)
     assert (config["rollout"]["batch_size"], config["train"]["batch_size"]) == (128, 128)
-    assert (config["fsdp"]["attn_implementation"], config["ckpt"]["output_dir"]) == ("te", "./ckpt/rl")
+    assert (config["fsdp"]["attn_implementation"], config["ckpt"]["output_dir"]) == ("te", f"{Path.cwd()}/ckpt/rl")
     assert "--algo.kl.init_coef is --algo.kl.coef now" in printed.err
     assert "--train.micro_batch_size does nothing here" in printed.err
 

@@ -12,7 +12,19 @@ from molt.errors import SettingError
 from molt.layout_rules import model_findings
 from molt.model_shape import ModelShape
 from molt.places import folder
-from molt.settings import RENAMED, check, config_digest, dump_toml, field_types, flatten, parse_flags, resolve
+from molt.settings import (
+    PATHS,
+    RENAMED,
+    check,
+    config_digest,
+    dump_toml,
+    field_types,
+    flatten,
+    parse_flags,
+    resolve,
+    resolve_recorded,
+    with_whole_paths,
+)
 from molt.settings_docs import describe
 from molt.settings_rules import check_output
 
@@ -289,3 +301,27 @@ def test_folder_that_holds_something_else_is_not_given_to_the_exported_model(tmp
         check_output(given(tmp_path / "notes" / "thesis.txt"))
     with pytest.raises(SettingError, match=r"would replace actor\.model_name_or_path"):
         check_output(given(tmp_path / "empty" / ".." / "model"))
+
+
+def test_paths_are_whole_in_what_a_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data.prompt_dataset=p.jsonl", "--train.agent_path=../a.py", "--log.store=process", "--actor.model_name_or_path=/models/m"]
+    found = with_whole_paths(resolve(flags=flags))
+    assert (found.data.prompt_dataset, found.train.agent_path) == (f"{tmp_path}/p.jsonl", f"{tmp_path}/../a.py")
+    assert (found.log.store, found.actor.model_name_or_path, found.sft.dataset) == ("process", "/models/m", None)
+    assert with_whole_paths(found) == found
+    assert with_whole_paths(resolve(flags=["--log.store=mine.toml"])).log.store == f"{tmp_path}/mine.toml"
+
+
+def test_every_setting_that_names_a_file_is_known_as_a_path() -> None:
+    named = {key for key in field_types() if key.endswith(("path", "dataset", "dir"))}
+    assert named | {"log.store"} == set(PATHS)
+
+
+def test_what_a_run_recorded_at_its_default_counts_as_not_given_when_it_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump_toml(resolve(flags=["--data.input_key=question", "--algo.advantage.is_correction_level=off"])))
+    found = resolve_recorded(tmp_path / "run.toml", ["--data.label_key=label", "--actor.learning_rate=2e-6"])
+    assert found.data.model_fields_set == {"input_key", "label_key"}  # a label that nobody asked for may be missing
+    assert (found.actor.model_fields_set, found.critic.model_fields_set) == ({"learning_rate"}, set())
+    assert found.algo.advantage.is_correction_level == "off"
+    assert resolve_recorded(tmp_path / "run.toml") == resolve([tmp_path / "run.toml"])
