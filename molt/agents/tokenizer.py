@@ -24,7 +24,6 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 class Tokenizer:

@@ -65,11 +65,6 @@ class Inbox:
         """True when a message of that size may come in; one message always may come into an empty inbox."""
         return self.held_bytes == 0 or self.held_bytes + size_bytes <= self.max_bytes
 
-    @property
-    def is_empty(self) -> bool:
-        """True when nothing waits to be written or acknowledged."""
-        return not self.ready and not self.echoes
-
     def accept(self, message: Message, future: Future[Ack]) -> None:
         """Sort a message into repetition, conflict, next in order, or early."""
         producer = self._producers.setdefault(message.producer, ProducerState())

@@ -240,7 +240,6 @@ class Event:
 
 
 Row = Segment | Score | Consumption | Payload | Event
-_ENVELOPE = ("step", "policy_version", "group_id", "rollout_id", "segment_id")
 
 
 @cache

@@ -8,9 +8,6 @@ from enum import StrEnum
 
 from molt.errors import SettingError
 
-LEAST_AGREEMENT = 0.9
-"""Of the layer that agrees least, in experts that the engine took and the trainer would have taken."""
-
 
 class Variant(StrEnum):
     """One comparison."""
