@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,6 +125,21 @@ def kept(batches: Sequence[MicroBatch], gates: Sequence[Gate]) -> list[tuple[int
         for number, (batch, gate) in enumerate(zip(batches, gates, strict=True))
         for position, place in enumerate(batch.places)
     ]
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Most memory of a GPU that this process had in use, and that it held, since it began (GiB); nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "max_memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        "max_memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+    }
+
+
+def fullest(peaks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the rank that has most, by name."""
+    return {name: max(peak[name] for peak in peaks) for name in peaks[0]}
 
 
 def uses(plan: StepPlan, parts: Sequence[Sequence[tuple[int, int, int, int]]]) -> tuple[SegmentUse, ...]:

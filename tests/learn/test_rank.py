@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from molt.errors import LogError
+from molt.learn import tally
 from molt.learn.journal import Outgoing, Write
 from molt.learn.result import RefusalReason
 from tests.learn.tiny import VOCAB, make_config, make_plan, make_rank, make_rows
@@ -165,3 +166,14 @@ def test_second_pass_over_a_batch_is_held_to_the_log_probs_of_its_start(model: P
     assert a.loss_digest == b.loss_digest  # what is recorded is the first pass
     assert all(torch.equal(x, y) for x, y in zip(*(r.journal.written[-1].columns.logprobs for r in (once, twice)), strict=True))
     assert a.weights_digest != b.weights_digest
+
+
+def test_memory_is_told_of_the_fullest_rank(model: Path) -> None:
+    # One rank may hold more of each than the others, and not the same one of both.
+    ranks = [
+        {"max_memory_allocated_gib": 3.0, "max_memory_reserved_gib": 8.0},
+        {"max_memory_allocated_gib": 4.0, "max_memory_reserved_gib": 5.0},
+    ]
+    assert tally.fullest(ranks) == {"max_memory_allocated_gib": 4.0, "max_memory_reserved_gib": 8.0}
+    rows = make_rows(4)
+    assert not any("memory" in name for name in make_rank(make_config(model), rows).train(make_plan(rows)).metrics)  # no GPU, no figure

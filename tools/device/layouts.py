@@ -210,6 +210,7 @@ class Layouts:
             "refit_gib": refits[0]["size_bytes"] / 2**30 if refits else None,
             "k3_by_step": [step["kl_mean"] for step in steps],
             "routing": [json.loads(body["metrics"]).get("replayed_share") for body in events_of(run_dir, "step_trained")],
+            **_peaks(json.loads(events_of(run_dir, "step_trained")[-1]["metrics"])),
             **gaps(run_dir),
         }
 
@@ -226,11 +227,11 @@ class Layouts:
         shutil.copytree(self.recorded / "log", copy / "log")
         flat = self.config.model_dump()
         fsdp = self.fsdp(layout)
-        flat["fsdp"] |= {"tp_size": 1, "cp_size": 1, "ep_size": 1} | fsdp
+        flat["fsdp"] |= {"tp_size": 1, "cp_size": 1, "ep_size": 1, "reshard_after_forward": True, "defer_grad_sync": False} | fsdp
         flat["actor"]["implementation"] = "automodel" if "ep_size" in fsdp else "hf"
         flat["vllm"]["weight_transfer"] = "file"
         config = Config.model_validate(flat)
-        found = []
+        found, peaks = [], {}
         with ray_session(config), _memory(facts):
             log = start_log_actor(copy, run=self.recorded.name, attempt=8, store=config.log.store)
             ranks = await RankGroup.start(config, run_dir=copy, run=self.recorded.name, attempt=8, log=log, num_steps=self.num_steps)
@@ -251,11 +252,12 @@ class Layouts:
                     num_tokens = sum(row.n_tokens for row in plan.segments)
                     rate = num_tokens / result.train_s / config.fsdp.num_ranks
                     known = {"loss": result.loss, "grad_norm": result.grad_norm, "entropy": result.entropy_mean}
+                    peaks = _peaks(result.metrics)
                     found.append({**known, "batch": result.batch_digest, "tokens_per_gpu_s": rate})
             finally:
                 await ranks.stop()
                 stop_log_actor(log)
-        facts |= {"implementation": config.actor.implementation, "fsdp": fsdp, "steps": found}
+        facts |= {"implementation": config.actor.implementation, "fsdp": fsdp, "steps": found, **peaks, "plan_gib": _plan_gib(config)}
         facts["tokens_per_gpu_s"] = max(step["tokens_per_gpu_s"] for step in found)
 
     def compare(self, facts: dict[str, Any]) -> None:
@@ -279,6 +281,21 @@ class Layouts:
             wrong += [] if is_same and all(apart[key] <= tolerance[key] for key in tolerance) else [name]  # NaN is wrong
         if wrong:
             raise AssertionError(f"{', '.join(wrong)} differ from one rank: {facts}")
+
+
+def _peaks(metrics: dict[str, float]) -> dict[str, float]:
+    """Memory of the fullest rank by torch's own count, which a step tells on a GPU."""
+    return {name: value for name, value in metrics.items() if name.startswith("max_memory_")}
+
+
+def _plan_gib(config: Any) -> float:
+    """What `molt plan` bills a trainer rank."""
+    from molt.learn.meta import count_parameters
+    from molt.memory import trainer_bill
+    from molt.model_shape import ModelShape
+
+    folder = config.actor.model_name_or_path
+    return trainer_bill(config, ModelShape.read(folder), count_parameters(folder)).gib
 
 
 def _tokens_by_step(run_dir: Path) -> dict[int, int]:
