@@ -10,6 +10,7 @@ from typing import Any
 import lance
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from molt.errors import CorruptLogError, LogError, MoltError
 from molt.log.batch import one_batch
@@ -64,6 +65,8 @@ class TableScan:
     left: dict[int, bytes] = field(default_factory=dict)
     doubled: list[int] = field(default_factory=list)
     """lsn that came more than once."""
+    runs: set[str] = field(default_factory=set)
+    """That the rows say they are of."""
 
     @property
     def emptied(self) -> set[int]:
@@ -80,6 +83,7 @@ def fragment_rows(dataset: lance.LanceDataset, fragment: lance.LanceFragment, ta
 def _scan_rows(rows: pa.RecordBatch, emptied: set[int], scan: TableScan) -> list[int]:
     """Note the digests of a batch; the lsn of rows that do not hold what their digest says."""
     wrong = []
+    scan.runs.update(pc.unique(rows["run"]).to_pylist())
     lsns = np.asarray(rows["lsn"]).tolist()
     for lsn, kept, made in zip(lsns, rows["digest"].to_pylist(), row_digests(rows), strict=True):
         if lsn in scan.written:
@@ -136,8 +140,8 @@ def check_density(digests: Mapping[int, bytes], lsn_end: int, lost: Set[int] = f
     return [Finding(table="", file="", lsn_first=first, lsn_last=last, what="rows are missing") for first, last in runs_of(missing)]
 
 
-def verify_cut(cut: Cut, damaged: Set[str] = frozenset()) -> Report:
-    """Read every row of a cut and check it; files that are known to be damaged are left out."""
+def verify_cut(cut: Cut, damaged: Set[str] = frozenset(), *, run: str | None = None) -> Report:
+    """Read every row of a cut and check it; files that are known to be damaged are left out. run: that every row must be of."""
     cut.hold()
     report = Report(lsn_end=cut.lsn)
     try:
@@ -153,6 +157,9 @@ def verify_cut(cut: Cut, damaged: Set[str] = frozenset()) -> Report:
         found = {lsn: digest for lsn, digest in scan.written.items() if lsn <= cut.lsn}
         report.num_rows[table] = len(found)
         report.num_emptied += len(scan.emptied)
+        if run is not None and (others := sorted(scan.runs - {run})):
+            what = f"rows of run {', '.join(others)}, LOG.json says {run}"
+            report.findings.append(Finding(table=table, file="LOG.json", lsn_first=None, lsn_last=None, what=what))
         doubled = sorted({*scan.doubled, *(set(found) & set(digests))})
         if doubled:
             report.findings.append(Finding(table=table, file="", lsn_first=doubled[0], lsn_last=doubled[-1], what="an lsn is used twice"))
@@ -203,6 +210,10 @@ def check_root(reader: LogReader) -> list[Finding]:
     if seal is None:
         return []
     lsn_end, root = int(seal["lsn_end"]), str(seal["root"])
+    if seal["run"] != reader.run:
+        return [
+            Finding(table="", file="SEAL.json", lsn_first=None, lsn_last=None, what=f"seals run {seal['run']}, LOG.json says {reader.run}")
+        ]
     try:
         made = root_at(reader.cut(at=lsn_end))
     except (MoltError, OSError, ValueError, RuntimeError) as error:
@@ -233,7 +244,7 @@ def verify_log(run_dir: str | Path) -> Report:
         home = home_at(run_dir)
         findings = check_files(home)
         reader = LogReader.open(run_dir)
-        report = verify_cut(reader.cut(), frozenset(finding.file for finding in findings))
+        report = verify_cut(reader.cut(), frozenset(finding.file for finding in findings), run=reader.run)
         report.findings += findings or check_root(reader)
         return report
     except (CorruptLogError, LogError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import pytest
 import molt.log.descriptor
 import molt.schema
 from molt.errors import CorruptLogError, DataError, LeaseHeldError, LogError, SettingError
+from molt.log.checked import encode
 from molt.log.core import existing_core
+from molt.log.descriptor import read_descriptor
 from molt.log.export import export_log, import_log
 from molt.log.fsck import fsck
 from molt.log.pin import create_pin, delete_pin, list_pins, verify_pin
@@ -130,6 +133,18 @@ def test_difference_after_the_seal_is_found_even_in_bytes_that_nobody_reads(fill
     path.write_bytes(path.read_bytes() + b"\0")
     findings = verify_log(filled).findings
     assert [finding.file for finding in findings] == [f"segments.lance/_transactions/{path.name}"]
+
+
+def test_rows_and_seal_of_another_run_are_found(filled: Path) -> None:
+    with existing_core(filled) as core:
+        seal_log(core)
+    home = LogReader.open(filled).home
+    descriptor = read_descriptor(home)
+    assert descriptor is not None
+    home.write("LOG.json", encode(replace(descriptor, run="other")))
+    found = {(item.table, item.file): item.what for item in verify_log(filled).findings}
+    assert found["segments", "LOG.json"] == found["payloads", "LOG.json"] == "rows of run run, LOG.json says other"
+    assert found["", "SEAL.json"] == "seals run run, LOG.json says other"
 
 
 def test_rows_appended_after_a_seal_leave_it_true(filled: Path, fast: Fast) -> None:
