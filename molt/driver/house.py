@@ -34,6 +34,7 @@ from molt.settings import config_digest
 T = TypeVar("T")
 OBJECT_STORE_BYTES = 256 << 20
 """Shared memory of a local Ray session: token rows pass through it, weights do not."""
+_LOOK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callab
             async with asyncio.TaskGroup() as tasks:
                 engines = tasks.create_task(starting.part("engines and rollout workers", pool.start()))
                 ranks = tasks.create_task(starting.part("trainer ranks", start_ranks))
+                tasks.create_task(answering(ranks, until=engines))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         stack.push_async_callback(ranks.result().stop)
@@ -82,6 +84,14 @@ async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callab
             ranks=ranks.result(),
             engines=engines.result(),
         )
+
+
+async def answering(ranks: asyncio.Task[RankGroup], *, until: asyncio.Task[Any]) -> None:
+    """See to it that ranks that are there stay there while others are on their way; a rank that died ends the start with its cause."""
+    group = await ranks
+    while not until.done():
+        await group.settle()
+        await asyncio.sleep(_LOOK_S)
 
 
 class Starting:
