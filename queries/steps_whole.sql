@@ -1,4 +1,4 @@
--- Which steps are absent, told twice, consumed without a word, or under one policy version here and another one there?
+-- Which steps are absent, told twice, consumed without a word, or under one policy version or rank here and another one there?
 -- parameters: none
 -- grain: one row per step and fault
 -- empty when all is well
@@ -47,6 +47,9 @@ other_versions as (
     union all
     select distinct step, 'scored under version ' || scores.policy_version || ', made under ' || outcomes.policy_version
     from scores join outcomes using (attempt, step) where scores.policy_version <> outcomes.policy_version
+    union all
+    select distinct step, 'scored by rank ' || scores.rank || ', consumed as of rank ' || consumption.rank
+    from scores join consumption using (attempt, step, segment_id) where scores.rank <> consumption.rank
     union all
     select step, 'policy version falls from ' || earlier_version || ' to ' || policy_version from in_order where policy_version < earlier_version
 ),

@@ -58,6 +58,7 @@ EDITS = {
     "version of a step": (in_body(OF_STEP, policy_version=3), "steps_whole", "policy version falls from 3 to 1"),
     "version of a score": (f"update scores set policy_version = 7 where {PLANNED}", "steps_whole", "scored under version 7"),
     "version of a use": (f"update consumption set policy_version = 7 where {PLANNED}", "steps_whole", "consumed under version 7"),
+    "rank of a score": (f"update scores set rank = 3 where {PLANNED}", "steps_whole", "scored by rank 3, consumed as of rank 0"),
     "a step goes": (f"delete from events where {OF_STEP}", "steps_whole", "attempt 1 consumed rows and does not tell of the step"),
     "a step goes, the hole": (f"delete from events where {OF_STEP}", "steps_whole", "absent: the next one that counts is 1"),
     "a step twice": (doubled("events", OF_STEP), "steps_whole", "attempt 1 tells its outcome 2 times"),
