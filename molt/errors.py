@@ -1,6 +1,6 @@
 """Every error that Molt raises on purpose, as one tree.
 
-MoltError                     (pickles; carries the message only)
+MoltError                     (pickles; carries the message, EngineError also the tokens that a call had sampled)
  |- SettingError              a setting, flag, prompt file or agent file is wrong: the user mends it and runs again (exit 2)
  |- DataError                 a row, line or file does not hold what it must
  |   `- CorruptLogError       a committed row or file of the log fails its digest or cannot be read
@@ -18,6 +18,8 @@ MoltError                     (pickles; carries the message only)
  |- ReplayMismatchError       replay differs from the record; names step, segment and token
  `- StalledError              a wait reached its limit; names what was waited for
 """
+
+from __future__ import annotations
 
 
 class MoltError(Exception):
