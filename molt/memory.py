@@ -178,9 +178,9 @@ def kept_per_token(config: Config, shape: ModelShape) -> float:
     norm = hidden * (2 * width + 4)
     attention = (heads + groups) * (4 * width + 4) + heads * width * (2 + 2 * fsdp.cp_size)
     if shape.num_experts:
-        # Every part computes its own experts of all tokens; on average it has its share of the choices.
-        choices = shape.num_experts_per_token / fsdp.tp_size
-        forward = choices * (4 * shape.expert_size + 2 * hidden) * width
+        # Every part computes its own experts of all tokens, with room for the choices of the others' beside them; under ep_size ranks have
+        # other tokens, and as many choices on average.
+        forward = float(shape.num_experts_per_token * (4 * shape.expert_size + 2 * hidden) * width)
     else:
         forward = 4 * shape.intermediate_size * width / fsdp.tp_size
     return 2 * norm + attention + forward

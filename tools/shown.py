@@ -110,7 +110,7 @@ def layouts() -> list[str]:
         *_text(
             f"`layouts.json`: a mixture of {parts['world']['parameters'] / 1e9:.2f} x 10^9 parameters, routes replayed; steps",
             "recorded with ep2, then trained again from the log. Differences are the largest of four steps, as shares of one rank's. A",
-            "model this small fills no two cards.",
+            "model this small fills no two cards. The first card held 5 to 6 GiB of what made the model, too.",
         ),
         "",
         *_table(["layout", "gradient norm", "entropy", "tokens/s a card", "GiB, fullest card"], rows),

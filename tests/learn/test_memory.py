@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from molt import memory, places
 from molt.cli import app
 from molt.config import Config
 from molt.fit import Cluster, Fit, fit
-from molt.learn import fused_head, logprob
+from molt.learn import fused_head, logprob, tensor_parallel
 from molt.learn.meta import Parameters, count_parameters
 from molt.learn.model import load_model
 from molt.memory import (
@@ -30,6 +34,7 @@ from molt.memory import (
 )
 from molt.model_shape import ModelShape
 from molt.rollout import vision
+from tests.groups import leave_group
 from tests.learn.tiny import make_model, make_moe
 from tools.device.images import SMOLVLM_256M
 
@@ -62,19 +67,23 @@ def ask(folder: Path, cluster: Cluster, **rooms: dict[str, Any]) -> Fit:
     return fit(settings(**rooms), cluster, ModelShape.read(folder), count_parameters(folder))
 
 
-def kept_by_a_layer(folder: Path, dtype: str, num_layers: int = 2, num_tokens: int = 256) -> float:
+def kept_by_a_layer(folder: Path, dtype: str, num_layers: int = 2, num_tokens: int = 256, tp: DeviceMesh | None = None) -> float:
     """Bytes of a token that autograd keeps in one layer of a model on the CPU; embedding and last norm are a model without layers."""
     found = []
     for layers in (num_layers, 0):
-        scorer = load_model(str(folder), settings().actor, settings().fsdp)
+        scorer = load_model(str(folder), settings(actor={"implementation": "hf"}).actor, settings().fsdp)
         lm = scorer.lm.to(getattr(torch, dtype))
         del lm.model.layers[layers:]
         lm.config.num_hidden_layers = layers
-        weights, kept, tensors = {p.untyped_storage().data_ptr() for p in lm.parameters()}, {}, []
+        if tp is not None:
+            tensor_parallel.apply(lm, tp)
+        own = [p.to_local() if isinstance(p, DTensor) else p for p in lm.parameters()]
+        weights, kept, tensors = {p.untyped_storage().data_ptr() for p in own}, {}, []
 
         def keep(
             tensor: torch.Tensor, weights: set[int] = weights, kept: dict[int, int] = kept, tensors: list[Any] = tensors
         ) -> torch.Tensor:
+            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             tensors.append(tensor)  # so that no memory is used twice
             if tensor.untyped_storage().data_ptr() not in weights:
                 kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -93,6 +102,25 @@ def test_activations_are_those_that_a_layer_keeps_and_a_little_more(tmp_path: Pa
     folder = make(tmp_path / "model")
     ratio = kept_per_token(settings(actor={"dtype": dtype}), ModelShape.read(folder)) / kept_by_a_layer(folder, dtype)
     assert 1.0 <= ratio < 1.5  # what is kept of a row of scores, or of an expert's choice, weighs more in a layer of 32 columns
+
+
+def _part(rank: int, size: int, folder: str, model: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    kept = kept_by_a_layer(Path(model), "bfloat16", tp=init_device_mesh("cpu", (size,)))
+    (Path(folder) / f"kept-{rank}").write_text(str(kept))
+    leave_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_model, make_moe])
+def test_activations_of_a_part_of_a_layer_are_billed(tmp_path: Path, make: Any) -> None:
+    folder = make(tmp_path / "model", num_entries=98)
+    mp.spawn(_part, (2, str(tmp_path), str(folder)), nprocs=2)
+    config = settings(actor={"dtype": "bfloat16"}, fsdp={"num_ranks": 2, "tp_size": 2})
+    for rank in range(2):
+        ratio = kept_per_token(config, ModelShape.read(folder)) / float((tmp_path / f"kept-{rank}").read_text())
+        assert 0.9 < ratio < 1.5  # masks and places of choices weigh more beside 32 columns; of 512 columns 1.04 (experts) and 1.17
 
 
 def test_chunks_of_the_head_are_those_of_the_log_probs() -> None:

@@ -137,6 +137,7 @@ def _vocab_size(tokenizer: Path | None, otherwise: int) -> int:
 
 
 def _on_device(make: Any, seed: int) -> Any:
+    """On the GPU, where there is one."""
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return make()
@@ -228,6 +229,9 @@ def _write_index(folder: Path) -> None:
 
 def _save(model: Any, folder: Path, tokenizer: Path | None) -> Path:
     model.save_pretrained(str(folder), max_shard_size="40GB")
+    if torch.cuda.is_available():
+        model.to("meta")
+        torch.cuda.empty_cache()  # the card is for what is measured
     for name in TOKENIZER_FILES if tokenizer is not None else ():
         if (tokenizer / name).is_file():
             shutil.copy(tokenizer / name, folder / name)
