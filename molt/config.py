@@ -169,7 +169,8 @@ class TrainSettings(Room):
     """Refit in the middle of generation instead of waiting for in-flight requests."""
     routing_replay: bool = False
     deterministic: bool = False
-    """Deterministic kernels on the GPU; the CPU always is."""
+    """Deterministic kernels on the GPU; the CPU always is. With fsdp.attn_implementation=te their memory grows with the cube of
+    train.micro_batch_tokens."""
     step_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for one batch or one step, or for the next group of an evaluation; past it the run stops and names the suspect."""
     weights_digest_interval: int = Field(1, ge=0)

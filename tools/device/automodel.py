@@ -48,7 +48,7 @@ def main() -> int:
         own = common(held["world"], engine, small=small) | run_settings(held["world"], run_dir, small=small)
         own |= {} if small else {"fsdp.attn_implementation": arguments.attention}
         if arguments.attention == "te":
-            own |= {"train.micro_batch_tokens": 1024, "train.num_steps": 4}  # its deterministic backward pass takes memory by the cube of this
+            own |= {"train.micro_batch_tokens": 1024, "train.num_steps": 4}  # the first: memory by its cube
         children["run"] = Child(molt("train", *flags(own)), log=parts.logs / "automodel-run.log", env=env)
         facts["started"] = list(children)
 
