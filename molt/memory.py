@@ -57,7 +57,7 @@ class Bill:
 
 
 def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> Bill:
-    """One trainer rank at its fullest: in the backward pass of the largest micro-batch, moments included."""
+    """One trainer rank at its fullest: in the backward pass of the largest micro-batch, or in the update where the moments come for it."""
     fsdp, actor = config.fsdp, config.actor
     width = 2 if actor.dtype == "bfloat16" else 4
     local, copies = local_parameters(config, parameters), 1 + (config.algo.advantage.estimator == "gae")
@@ -71,24 +71,25 @@ def trainer_bill(config: Config, shape: ModelShape, parameters: Parameters) -> B
     eyes = parameters.eyes
     seeing = 0 if eyes is None else eyes.parameters
     learning = local * copies * (1 - seeing / parameters.total if actor.freeze_vision else 1)
-    moments = 0.0 if on_host else 8 * learning
-    needs = [
-        Need(what="weights", gib=(0 if on_host else 4 * local * copies) / GIB, why=f"float32, {local / 1e9:.3g} x 10^9 on this rank"),
-        Need(what="gradient", gib=(0 if on_host else 4 * learning) / GIB, why="float32, sharded like the weights"),
-        Need(
-            what="moments",
-            gib=moments / GIB,
-            why="two of AdamW, float32" + ("; on the host between updates" if fsdp.offload == "optimizer" else ""),
-        ),
+    passing = [
         _whole_layers_need(config, layer=layer, root=root, seeing=seeing, num_layers=shape.num_layers),
         Need(
             what="activations", gib=kept / GIB, why=f"{tokens:.0f} tokens, {'checkpointed' if actor.gradient_checkpointing else 'all kept'}"
         ),
         Need(what="head", gib=head_bytes(config, shape, tokens) / GIB, why="log-probs of the vocabulary, and the head's gradient"),
+        *([] if eyes is None else [image_need(config, eyes, shape)]),
+    ]
+    moments, moments_why = (0.0 if on_host else 8 * learning / GIB), "two of AdamW, float32"
+    if fsdp.offload == "optimizer":  # those of one model come for its update, when what the pass took is free again
+        moments = max(0.0, moments / copies - sum(need.gib for need in passing))
+        moments_why += "; on the host but for the update, where they take this more than the pass did"
+    needs = [
+        Need(what="weights", gib=(0 if on_host else 4 * local * copies) / GIB, why=f"float32, {local / 1e9:.3g} x 10^9 on this rank"),
+        Need(what="gradient", gib=(0 if on_host else 4 * learning) / GIB, why="float32, sharded like the weights"),
+        Need(what="moments", gib=moments, why=moments_why),
+        *passing,
         Need(what="context", gib=CONTEXT_GIB, why="assumed"),
     ]
-    if eyes is not None:
-        needs.append(image_need(config, eyes, shape))
     if config.algo.kl.coef > 0 and config.reference.placement == "colocated" and not config.reference.offload:
         needs.append(Need(what="reference", gib=4 * local / GIB, why="frozen, float32, sharded like the policy"))
     if config.vllm.weight_transfer == "ipc":
