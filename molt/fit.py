@@ -105,7 +105,7 @@ def _free(config: Config, cluster: Cluster, layout: Layout | None, trainer: Bill
 def _memory_findings(config: Config, free: dict[str, float], trainer: Bill, engine: Bill, host: Bill, cluster: Cluster) -> list[str]:
     """What is too small, with the largest needs and the settings that lower them."""
     ways = {
-        "trainer": "lower train.micro_batch_tokens, set actor.gradient_checkpointing, fsdp.offload=optimizer, or take more ranks",
+        "trainer": _trainer_ways(config),
         "engine": "lower vllm.gpu_memory_utilization or vllm.kv_cache_space_gib, or raise vllm.tensor_parallel_size",
         "host": "put fewer ranks on a host, or more memory into it",
     }
@@ -118,6 +118,19 @@ def _memory_findings(config: Config, free: dict[str, float], trainer: Bill, engi
             named = ", ".join(f"{need.what} {need.gib:.1f}" for need in most)
             found.append(f"{place}: {-left:.1f} GiB too much for {size:g} GiB ({named}); {ways[place]}")
     return found
+
+
+def _trainer_ways(config: Config) -> str:
+    """What lowers a trainer's memory and is not set yet."""
+    further = {
+        "fsdp.reshard_after_forward": not config.fsdp.reshard_after_forward,
+        "fsdp.defer_grad_sync=false": config.fsdp.defer_grad_sync,
+        "actor.gradient_checkpointing": not config.actor.gradient_checkpointing,
+        "fsdp.offload=optimizer": config.fsdp.offload == "none",
+        "fsdp.offload=full": config.fsdp.offload == "optimizer",
+    }
+    ways = [f"set {name}" for name, helps in further.items() if helps]
+    return ", ".join(["lower train.micro_batch_tokens", *ways]) + ", or take more ranks"
 
 
 def _notes(config: Config, cluster: Cluster, layout: Layout | None, sequences: float) -> list[str]:

@@ -232,6 +232,7 @@ def test_run_that_fits_and_the_same_on_cards_that_are_too_small(tmp_path: Path) 
     assert whole == pytest.approx(6 * 4.022e9 / GIB, rel=0.02)
     small = ask(folder, Cluster(num_gpus=8, gpu_gib=16), **rooms)
     assert any(line.startswith("trainer: ") and "too much for 16 GiB" in line for line in small.findings)
+    assert "lower train.micro_batch_tokens, set fsdp.offload=optimizer, or take more ranks" in small.findings[0]  # checkpointed already
     few = ask(folder, Cluster(num_gpus=2, gpu_gib=80), **rooms)
     assert any("fsdp.num_ranks=4 needs as many GPUs, there are 2" in line for line in few.findings)
 
