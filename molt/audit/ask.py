@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import threading
 from pathlib import Path
 
@@ -24,7 +26,12 @@ def ask(run_dir: str | Path, text: str, *, at: Pin = None, limit: int = 1000, ti
 
 def ask_on(connection: duckdb.DuckDBPyConnection, text: str, *, limit: int = 1000, time_limit_s: float = TIME_LIMIT_S) -> Answer:
     """Answer on a connection that is open and locked. SettingError for anything but one reading statement."""
-    known = load_questions().get(text.strip().removesuffix(".sql"))
+    questions = load_questions()
+    known = questions.get(text.strip().removesuffix(".sql"))
+    if known is None and re.fullmatch(r"[\w.-]+", text.strip()):
+        near = difflib.get_close_matches(text.strip(), questions, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(questions))}"
+        raise SettingError(f"sql={text.strip()}, it is no file in queries/, and one word is no SQL; {hint}")
     if known is None:
         check_reading(connection, text)
     timer = threading.Timer(time_limit_s, connection.interrupt)

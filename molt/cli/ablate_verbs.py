@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from molt.cli.numbers import Count, Natural
 from molt.cli.programs import load_registered, run_program
 from molt.cli.report import emit_json, emit_table
+from molt.errors import SettingError
 from molt.runs import open_run
 
 if TYPE_CHECKING:
@@ -35,11 +37,11 @@ def ablate(
     bands: Words = (),
     aggregations: Words = ("token-mean",),
     baseline: str | None = None,
-    num_resamples: int = 400,
-    seed: int = 0,
+    num_resamples: Natural = 400,
+    seed: Natural = 0,
     agent: Path | None = None,
     model: str | None = None,
-    model_steps: int = 4,
+    model_steps: Count = 4,
     plot: Path | None = None,
     recompute: Switch = False,
     pipeline: str = "ablate",
@@ -80,6 +82,10 @@ def ablate(
     json
         Print JSON.
     """
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise SettingError(f"plot={plot}, its folder is not there; make it, or give another file")
+    if bands and all(correction == "off" for correction in corrections):
+        raise SettingError(f"bands={' '.join(bands)}, no gate is tried that takes one; give --corrections token/mask or another")
     where, at = split_place(run)
     load_registered(open_run(where), agent)
     if recompute:
@@ -137,6 +143,8 @@ def simulate(
     """
     from molt.simulate.run import simulate_run
 
+    if filter_range is not None and not filter_range[0] < filter_range[1]:
+        raise SettingError(f"filter_range={filter_range[0]:g} {filter_range[1]:g}, nothing lies inside; give the smaller number first")
     where, at = split_place(run)
     found = [
         asdict(item)

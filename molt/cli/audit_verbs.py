@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from molt.cli.numbers import Count
 from molt.cli.report import emit_json, emit_table
 from molt.runs import run_place, split_pin
 
@@ -42,7 +44,7 @@ def audit(run: str, *, at: str | None = None, json: Switch = False) -> int:
     return 0 if report.is_well else 1
 
 
-def sql(run: str, question: str, *, at: str | None = None, limit: int = 1000, json: Switch = False) -> None:
+def sql(run: str, question: str, *, at: str | None = None, limit: Count = 1000, json: Switch = False) -> None:
     """Ask a question in SQL over the views of a run; `describe` and `show tables` list them. Nothing outside the log can be reached.
 
     Parameters
@@ -63,10 +65,23 @@ def sql(run: str, question: str, *, at: str | None = None, limit: int = 1000, js
     name, pin = split_pin(run)
     answer = ask(run_place(name), question, at=at or pin, limit=limit)
     if json:
-        rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
-        emit_json({"columns": answer.columns, "rows": rows, "is_cut": answer.is_cut})
+        columns = told_apart(answer.columns)
+        rows = [dict(zip(columns, row, strict=True)) for row in answer.rows]
+        emit_json({"columns": columns, "rows": rows, "is_cut": answer.is_cut})
     else:
         emit_table(answer.columns, answer.rows)
         if answer.is_cut:
             wayout = "--limit for more" if len(answer.rows) == limit else "their lists are long, select a part of each for more"
             print(f"(first {len(answer.rows)} rows; {wayout})")
+
+
+def told_apart(columns: Sequence[str]) -> list[str]:
+    """Names of columns, each once, as an object of JSON needs them: a join has many of the same name, and the second is name_2."""
+    names: list[str] = []
+    for column in columns:
+        number, name = 1, column
+        while name in names:
+            number += 1
+            name = f"{column}_{number}"
+        names.append(name)
+    return names

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from molt.cli.numbers import Natural
 from molt.cli.report import emit_json, emit_table
 from molt.runs import open_run
 
@@ -181,7 +182,7 @@ def drop(
     run: str,
     family: Literal["routing", "payloads", "scores", "tokens"],
     *,
-    before_lsn: int,
+    before_lsn: Natural,
     reason: str = "retention",
     json: Switch = False,
 ) -> None:
@@ -258,7 +259,7 @@ def import_(source: Path, run: str, *, store: str = "durable", json: Switch = Fa
         print(f"imported to lsn {made.lsn_end}: root {made.root}")
 
 
-def create(run: str, name: str, *, at: int | None = None, json: Switch = False) -> None:
+def create(run: str, name: str, *, at: Natural | None = None, json: Switch = False) -> None:
     """Pin the log as it is now, or as of an lsn.
 
     Parameters

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from molt import environ
+from molt.cli.numbers import Count, Share
 from molt.cli.programs import program_path, run_quietly
 from molt.cli.report import emit_json, emit_table
 from molt.machine import check_machine
@@ -30,9 +31,9 @@ def parity(
     config: Files = (),
     variants: Words = (),
     limits: Words = (),
-    agreement: float = 0.9,
+    agreement: Share = 0.9,
     prompts: Path | None = None,
-    samples: int = 4,
+    samples: Count = 4,
     pipeline: str = "parity",
     json: Switch = False,
 ) -> int:

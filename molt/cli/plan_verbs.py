@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from molt.cli.numbers import Count, Size
 from molt.cli.report import emit_json, emit_table, note
 from molt.errors import SettingError
 from molt.fit import Cluster, Fit, fit
@@ -25,10 +26,10 @@ def mount(app: App) -> None:
 
 def plan(
     *flags: Settings,
-    gpus: int,
-    gpu_memory_gib: float = 80.0,
-    host_memory_gib: float | None = None,
-    gpus_per_host: int = 8,
+    gpus: Count,
+    gpu_memory_gib: Size = 80.0,
+    host_memory_gib: Size | None = None,
+    gpus_per_host: Count = 8,
     config: Files = (),
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:

@@ -76,7 +76,13 @@ def run_program(program: str, /, *arguments: Any, **named: Any) -> Any:
     """Call main of a pipeline, awaiting it when it is asynchronous; returns what it returns."""
     # Ray starts its processes by fork and exec at once, which does Lance no harm.
     warnings.filterwarnings("ignore", message="lance is not fork-safe")
-    main = load_program(program).main
+    main = getattr(load_program(program), "main", None)
+    if not callable(main):
+        raise SettingError(f"pipeline={program}, it has no function main; copy one from pipelines/ and edit it")
+    try:
+        inspect.signature(main).bind(*arguments, **named)
+    except TypeError as error:
+        raise SettingError(f"pipeline={program}, this verb does not run it: its main takes other arguments ({error})") from None
     result = main(*arguments, **named)
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 

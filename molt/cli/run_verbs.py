@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from molt.cli.report import emit_json, emit_table
+from molt.errors import SettingError
 from molt.machine import TIERS, hardware, packages, version_of
 from molt.runs import list_runs, run_place
 
@@ -50,6 +51,8 @@ def runs(folder: Path = Path("runs"), *, json: Switch = False) -> None:
     json
         Print JSON.
     """
+    if not folder.is_dir():
+        raise SettingError(f"folder={folder}, no such folder; give the one that run.dir names")
     found: list[dict[str, Any]] = [
         {"run": run.name, "path": str(run.path), "attempts": run.num_attempts, "has_log": run.log.is_dir()} for run in list_runs(folder)
     ]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from molt import environ
+from molt.cli.numbers import Count
 from molt.cli.preflight import try_everything
 from molt.cli.programs import load_program, load_registered, recorded_programs, run_quietly
 from molt.cli.report import emit_json, emit_table, note
@@ -75,7 +76,7 @@ def train(
 def replay(
     run: Path,
     *,
-    steps: int | None = None,
+    steps: Count | None = None,
     agent: Path | None = None,
     json: Switch = False,
 ) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lance
 import numpy as np
@@ -26,6 +26,24 @@ from molt.schema import TABLES
 T = TypeVar("T")
 _TRIES = 20
 """Reads in a row that may lose the race with clean-up."""
+
+
+_MESSAGE = ("attempt", "producer", "seq")
+"""What names a message: its rows have one of each, and lie side by side in the order of the log."""
+
+
+def last_whole(cut: Cut, at: int) -> int:
+    """The largest lsn up to `at` behind which no message of the cut goes on."""
+
+    def rows(where: str) -> list[dict[str, Any]]:
+        return [row for table in TABLES for row in cut.table(table, ["lsn", *_MESSAGE], where=where).to_pylist()]
+
+    messages = {row["lsn"]: tuple(row[name] for name in _MESSAGE) for row in rows(f"lsn >= {at} and lsn <= {at + 1}")}
+    if len(messages) < 2 or len(set(messages.values())) > 1:
+        return at
+    attempt, producer, seq = messages[at]
+    quoted = producer.replace("'", "''")
+    return min(int(row["lsn"]) for row in rows(f"attempt = {attempt} and producer = '{quoted}' and seq = {seq}")) - 1
 
 
 class LogReader:
@@ -82,7 +100,8 @@ class LogReader:
             )
 
     def cut(self, at: int | str | None = None) -> Cut:
-        """A consistent view: everything up to the newest complete group, or up to lsn `at`, or what the pin of that name holds."""
+        """A consistent view: everything up to the newest complete group, or what the pin of that name holds, or up to lsn `at`; where
+        that lies inside a message, up to the end of the message before, as half of one is no state that the log was ever in."""
         if isinstance(at, str):
             from molt.log.pin import pinned_cut
 
@@ -94,13 +113,15 @@ class LogReader:
         datasets = {name: self.newest(name) for name in reversed(TABLES)}
         opened = newest_stamps(datasets)
         lsn = cut_point(stamps, {name: stamp.group for name, stamp in opened.items()})
-        if at is not None:
-            if at > lsn:
-                raise LogError(f"at={at}: the log reaches only to lsn {lsn}; give a smaller one")
-            lsn = at
+        if at is not None and at > lsn:
+            raise LogError(f"at={at}: the log reaches only to lsn {lsn}; give a smaller one")
         newest_lsn = {name: stamp.lsn_end for name, stamp in opened.items()}
         newest = {name: datasets[name] for name in TABLES}
-        return Cut(self.home, newest, lsn, newest_lsn, self._index, self._reopened, written=self.descriptor.format)
+
+        def up_to(lsn: int) -> Cut:
+            return Cut(self.home, newest, lsn, newest_lsn, self._index, self._reopened, written=self.descriptor.format)
+
+        return up_to(lsn if at is None else last_whole(up_to(lsn), at))
 
     def _again(self, read: Callable[[], T]) -> T:
         """Read; once more from newer versions when clean-up took those that were just opened."""

@@ -163,3 +163,8 @@ def test_report_is_well_only_when_every_invariant_is_empty(log) -> None:
     report = audit_connection(log.connection)
     assert not report.is_well
     assert [entry["name"] for entry in report.as_dict()["invariants"] if not entry["is_well"]] == ["tokens_close"]
+
+
+def test_one_word_that_is_no_question_is_told_with_the_nearest(locked) -> None:
+    with pytest.raises(SettingError, match=r"sql=ledgr, it is no file in queries/, and one word is no SQL; did you mean ledger\?"):
+        ask_on(locked, "ledgr")

@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from molt.cli.app import run
+from molt.cli.audit_verbs import told_apart
+from molt.cli.programs import run_program
+from molt.errors import SettingError
 
 HEAVY = ("torch", "ray", "vllm", "transformers")
 
@@ -55,9 +61,9 @@ def test_version_is_told(molt) -> None:
     assert molt("--version").out.strip() == __version__
 
 
-def test_module_runs_as_the_script() -> None:
+def test_module_runs_as_the_script(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "molt.cli", "runs", "/nonexistent", "--json"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "molt.cli", "runs", str(tmp_path), "--json"], capture_output=True, text=True, timeout=60, check=True
     )
     assert json.loads(done.stdout) == []
 
@@ -74,3 +80,35 @@ def test_settings_lists_every_setting(molt) -> None:
     listed = {entry["key"]: entry for entry in json.loads(molt("settings", "--json").out)}
     assert listed["train.async_queue_size"]["value"] == 1
     assert listed["rollout.timeout_s"]["meaning"].startswith("Longest rollout in seconds")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["replay", "r", "--steps", "0"], 'Invalid value "0" for --steps. Must be >= 1.'),
+        (["ablate", "r", "--num-resamples", "-1"], "for --num-resamples. Must be >= 0."),
+        (["ablate", "r", "--bands", "0.5:2"], "bands=0.5:2, no gate is tried that takes one"),
+        (["ablate", "r", "--plot", "/no/such/folder/x.svg"], "plot=/no/such/folder/x.svg, its folder is not there"),
+        (["simulate", "r", "--filter-range", "1", "0"], "filter_range=1 0, nothing lies inside"),
+        (["sql", "r", "select 1", "--limit", "-5"], "for --limit. Must be >= 1."),
+        (["plan", "--gpus", "8", "--gpu-memory-gib", "0"], "for --gpu-memory-gib. Must be > 0."),
+        (["parity", "--agreement", "2"], "for --agreement. Must be <= 1."),
+        (["runs", "no-such-folder"], "folder=no-such-folder, no such folder"),
+    ],
+)
+def test_flag_beyond_its_bounds_is_told_before_anything_is_read(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert run([*words, "--json"]) == 2
+    assert said in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_columns_of_one_name_are_told_apart_in_json() -> None:
+    assert told_apart(["lsn", "step", "lsn", "lsn", "lsn_2"]) == ["lsn", "step", "lsn_2", "lsn_3", "lsn_2_2"]
+
+
+def test_pipeline_that_a_verb_cannot_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(SettingError, match=r"pipeline=.*empty.py, it has no function main"):
+        run_program(str(tmp_path / "empty.py"))
+    (tmp_path / "other.py").write_text("def main(config):\n    return 0\n")
+    with pytest.raises(SettingError, match=r"pipeline=.*other.py, this verb does not run it: its main takes other arguments"):
+        run_program(str(tmp_path / "other.py"), 1, at=2)

@@ -116,6 +116,7 @@ def test_cut_keeps_its_rows_while_the_log_grows(place: Place) -> None:
         assert cut.table("segments").num_rows == 1
         assert reader.cut().lsn == 3
         assert reader.cut(at=1).table("events").num_rows == 1
+        assert (reader.cut(at=2).lsn, reader.cut(at=0).lsn) == (1, -1)  # half of a message is no state that the log was in
         with pytest.raises(LogError, match="at=9"):
             reader.cut(at=9)
 
