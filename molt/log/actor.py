@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import ray
 
 from molt.errors import LeaseHeldError, LogError, MoltError
+from molt.log.descriptor import read_descriptor
+from molt.log.home import find_home
 from molt.log.message import Ack, Message
 from molt.log.seal import seal_log
 from molt.log.store import load_store
@@ -37,9 +40,24 @@ def actor_name(run: str) -> str:
 
 
 class _LogActor:
-    """Runs a LogWriter. A restart takes the same attempt under a new epoch."""
+    """Runs a LogWriter. A restart takes the same attempt under a new epoch.
+
+    A folder may have been renamed or copied since its log was begun: the log keeps the name of its run.
+    """
 
     def __init__(self, run_dir: str, run: str, attempt: int, store: str) -> None:
+        self._refusal: MoltError | None = None
+        """Why the log was not opened. An error of a constructor would reach nobody but as the text of a trace."""
+        try:
+            home = find_home(run_dir)
+            held = None if home is None else read_descriptor(home)
+            self._open(run_dir, run if held is None else held.run, attempt, store)
+        except MoltError as error:
+            if _is_restarted():
+                raise  # Ray starts it anew until it can
+            self._refusal = error
+
+    def _open(self, run_dir: str, run: str, attempt: int, store: str) -> None:
         profile = load_store(store)
         until = time.monotonic() + (LEASE_WAIT_S if profile.lease == "flock" else profile.lease_ttl_s + LEASE_WAIT_S)
         while True:
@@ -52,7 +70,9 @@ class _LogActor:
                 time.sleep(_LOOK_S)  # the process before this one is still ending
 
     async def identity(self) -> tuple[str, int]:
-        """Run and attempt."""
+        """Run and attempt; raises what kept the log from being opened."""
+        if self._refusal is not None:
+            raise self._refusal
         return self._writer.run, self._writer.attempt
 
     async def append(self, message: Message) -> Ack | MoltError:
@@ -104,6 +124,13 @@ class RaySink:
         _answer_of(self._handle.flush.remote, CALL_LIMIT_S)
 
 
+def _is_restarted() -> bool:
+    """Whether Ray has started this actor before. Its own property warns of a name that it reads itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
 def _answer_of(call: Callable[[], Any], limit_s: float) -> Any:
     """The answer of a call that may be made twice: made again while the actor is being started anew. LogError after limit_s."""
     ends = time.monotonic() + limit_s
@@ -133,7 +160,7 @@ def _pass_on(done: Future[Any], future: Future[Ack]) -> None:
 
 
 def start_log_actor(run_dir: str | Path, *, run: str, attempt: int = 1, store: str = "durable") -> Any:
-    """Start the named actor and wait until it holds the log."""
+    """Start the named actor and wait until it holds the log. What keeps it from opening it is raised with its own type."""
     options: dict[str, Any] = {
         "name": actor_name(run),
         "num_cpus": 0,
@@ -144,6 +171,11 @@ def start_log_actor(run_dir: str | Path, *, run: str, attempt: int = 1, store: s
     handle = ray.remote(_LogActor).options(**options).remote(str(run_dir), run, attempt, str(store))
     try:
         ray.get(handle.identity.remote(), timeout=CALL_LIMIT_S)
+    except ray.exceptions.RayTaskError as error:
+        ray.kill(handle, no_restart=True)
+        if isinstance(error.cause, MoltError):
+            raise error.cause from None
+        raise LogError(f"run={run}: the log actor did not start; {type(error.cause).__name__}: {error.cause}") from error
     except ray.exceptions.RayActorError as error:
         raise LogError(f"run={run}: the log actor did not start; {error}") from error
     return handle

@@ -11,13 +11,14 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from molt.errors import ConflictingAppendError, LogError  # noqa: E402
+from molt.errors import ConflictingAppendError, LeaseHeldError, LogError  # noqa: E402
 from molt.log.actor import RaySink, actor_name, start_log_actor, stop_log_actor  # noqa: E402
 from molt.log.message import Message  # noqa: E402
 from molt.log.producer import Producer  # noqa: E402
 from molt.log.reader import LogReader  # noqa: E402
 from molt.log.seal import read_seal  # noqa: E402
 from molt.log.verify import verify_log  # noqa: E402
+from molt.log.writer import LogWriter  # noqa: E402
 from tests.log.build import make_message, make_segment  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -93,3 +94,16 @@ def test_errors_of_the_writer_arrive_with_their_type(cluster: None, tmp_path: Pa
 def make_typed(index: int) -> Message:
     """A message under one and the same place."""
     return make_message("p", 0, [index])
+
+
+def test_log_that_cannot_be_opened_is_refused_with_its_own_error(cluster: None, tmp_path: Path) -> None:
+    with LogWriter.open(tmp_path, run="held", store="durable"), pytest.raises(LeaseHeldError, match=str(tmp_path)):
+        start_log_actor(tmp_path, run="held", store="durable")
+
+
+def test_folder_that_was_renamed_goes_on_under_the_name_of_its_log(cluster: None, tmp_path: Path) -> None:
+    LogWriter.open(tmp_path, run="before", store="durable").close()
+    handle = start_log_actor(tmp_path, run="after", attempt=2, store="durable")
+    sink = RaySink(handle)
+    assert (sink.run, sink.attempt) == ("before", 2)
+    stop_log_actor(handle)
