@@ -29,10 +29,42 @@ def check(config: Config) -> None:
 
 
 def check_inputs(config: Config) -> None:
-    """Refuse a training run whose model, prompts or agent are absent, before anything is written."""
-    findings = [*_model_folder(config), *_files(config), *_output(config)]
+    """Refuse a training run whose model, prompts or agent are absent, or that is told of conversations, before anything is written."""
+    sft = config.sft
+    told = [_nothing(f"sft.{name}", getattr(sft, name), "molt train") for name in type(sft).model_fields if _given(sft, name)]
+    findings = [*_model_folder(config), *_files(config), *_output(config), *told]
     if findings:
         raise SettingError("\n".join(findings))
+
+
+def check_supervised(config: Config) -> None:
+    """Refuse settings of rollouts and of what learns from them, which supervised steps do not read."""
+    findings = [
+        _nothing(f"{room}.{name}", getattr(own, name), "molt sft, which generates nothing")
+        for room, own, name in _of_rollouts(config)
+        if _given(own, name)
+    ]
+    if findings:
+        raise SettingError("\n".join(findings))
+
+
+def _of_rollouts(config: Config) -> Iterator[tuple[str, Room, str]]:
+    """Name of its room, room and name of each setting that has no meaning without rollouts."""
+    algo = config.algo
+    whole = {name: getattr(config, name) for name in ("admission", "critic", "reference", "rollout", "vllm")}
+    whole |= {"algo.advantage": algo.advantage, "algo.kl": algo.kl, "algo.loss": algo.loss, "algo.reward": algo.reward}
+    for name, room in whole.items():
+        yield from ((name, room, setting) for setting in type(room).model_fields if not _is_filled_in(room, setting))
+    for setting in ("agent_path", "batch_size", "async_queue_size", "partial_rollout_enable", "routing_replay"):
+        yield "train", config.train, setting
+    for setting in ("n_samples_per_prompt", "temperature", "max_prompts"):
+        yield "eval", config.eval, setting
+    yield "data", config.data, "prompt_dataset"
+
+
+def _is_filled_in(room: Room, name: str) -> bool:
+    """Whether a setting has what molt.settings gives it where nobody did."""
+    return name == "is_correction_level" and getattr(room, name) == "token"
 
 
 def check_output(config: Config) -> None:

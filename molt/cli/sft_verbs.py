@@ -14,7 +14,7 @@ from molt.cli.train_verbs import made_by, resolved_for, run_and_say
 from molt.config import Config
 from molt.machine import check_machine
 from molt.settings import check, config_digest, flatten, with_whole_paths
-from molt.settings_rules import check_output
+from molt.settings_rules import check_output, check_supervised
 
 Settings = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 Files = Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative="")]
@@ -53,6 +53,7 @@ def sft(
     """
     run, resolved = resolved_for(config, flags, resume)
     pipeline = pipeline or made_by(run) or "sft"
+    check_supervised(resolved)
     # Nothing is generated, so the length of a model call says nothing about the data.
     check(resolved.model_copy(update={"rollout": resolved.rollout.model_copy(update={"max_new_tokens": 1})}))
     check_output(resolved)

@@ -185,6 +185,11 @@ def test_dry_run_reads_the_conversations_and_names_what_is_wrong(world: Path, tm
     assert "no key 'messages'" in " ".join(capsys.readouterr().err.split())
     assert run(["sft", *flags, "--dry-run"]) == 2
     assert "sft.dataset is missing" in capsys.readouterr().err
+    idle = ["--algo.loss.entropy_coef", "0.1", "--rollout.temperature", "0.5", "--train.async_queue_size", "0"]
+    assert run(["sft", *flags, *idle, "--sft.dataset", str(world / "train.jsonl"), "--dry-run"]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    for setting in ("algo.loss.entropy_coef=0.1", "rollout.temperature=0.5", "train.async_queue_size=0"):
+        assert f"{setting} does nothing with molt sft" in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -26,7 +26,7 @@ from molt.settings import (
     with_whole_paths,
 )
 from molt.settings_docs import describe
-from molt.settings_rules import check_output
+from molt.settings_rules import check_inputs, check_output
 
 
 def write(path: Path, text: str) -> Path:
@@ -325,3 +325,8 @@ def test_what_a_run_recorded_at_its_default_counts_as_not_given_when_it_goes_on(
     assert (found.actor.model_fields_set, found.critic.model_fields_set) == ({"learning_rate"}, set())
     assert found.algo.advantage.is_correction_level == "off"
     assert resolve_recorded(tmp_path / "run.toml") == resolve([tmp_path / "run.toml"])
+
+
+def test_conversations_are_refused_where_rollouts_train() -> None:
+    with pytest.raises(SettingError, match=r"sft\.batch_size=4 does nothing with molt train"):
+        check_inputs(resolve([], ["--sft.batch_size", "4"]))
