@@ -136,3 +136,21 @@ def test_step_made_again_after_a_resume_is_whole(log) -> None:
     log.event("checkpoint_saved", step=2, policy_version=2, weights_digest="u1")
     for question in ("steps_whole", "weights_follow", "plans_as_rows", "rows_in_order"):
         assert log.rows(question) == []
+
+
+def test_version_that_lasts_for_two_steps_is_given_again_between_them(log) -> None:
+    """To an engine that took a dead one's place, or that forgot it in its sleep."""
+    log.start()
+    log.sql("update events set body = json_merge_patch(body, '{\"model_digest\": \"m\"}') where kind = 'attempt_started'")
+    refit = {"policy_version": 0, "engines": "{}"}
+    log.event("weights_refit", step=-1, weights_digest="m", **refit)
+    for step in (0, 1):
+        log.trained(step)
+        patch = json.dumps({"weights_digest": f"w{step}", "policy_version": 0})
+        log.sql(f"update events set body = json_merge_patch(body, '{patch}') where kind = 'step_trained' and body->>'$.step' = '{step}'")
+        if step == 0:
+            log.event("weights_refit", step=0, weights_digest="m", **refit)
+    log.event("weights_refit", step=1, weights_digest="w1", **refit | {"policy_version": 1})
+    assert log.rows("weights_follow") == []
+    log.event("weights_refit", step=1, weights_digest="w0", **refit | {"policy_version": 1})
+    assert [row[2] for row in log.rows("weights_follow")] == ["after step 1 the weights were w1, not w0"]
