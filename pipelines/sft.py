@@ -18,8 +18,8 @@ from molt.admission.plan import StepPlan, plan_digest, plan_to_json
 from molt.config import Config
 from molt.driver.changes import changes_since, check_checkpoint
 from molt.driver.house import ray_session, say_started
-from molt.driver.leader import consumption, step_trained
-from molt.errors import SettingError
+from molt.driver.leader import MAX_REFUSED, consumption, step_trained
+from molt.errors import SettingError, StalledError
 from molt.learn.demonstrations import HELD_ALIKE, Demonstrations, not_yet_held, places_of_step, plan_of
 from molt.learn.ranks import RankGroup
 from molt.log.actor import RaySink, start_log_actor, stop_log_actor
@@ -50,6 +50,7 @@ class School:
     lsn_end: int = -1
     """Largest lsn when the newest step was recorded."""
     num_recorded: int = 0
+    num_refused_in_row: int = 0
     saved_step: int | None = None
     """Step of the newest checkpoint."""
 
@@ -145,6 +146,12 @@ async def take_up(school: School, progress: Progress, *, is_resumed: bool) -> in
     school.saved_step = None if position is None else position.step
     step = school.saved_step or 0
     changes = changes_since(school.reader, school.config, num_steps=school.num_steps, pipeline=__file__)
+    if changes is not None and "sft.batch_size" in changes.changed and step > 0:
+        before, now = changes.changed["sft.batch_size"]
+        raise SettingError(
+            f"sft.batch_size={now} with --resume, but the {step} steps made took {before} conversations each: some would be left out, or "
+            f"come twice; go on with {before}, or begin a new run from the exported model"
+        )
     await say_started(
         school,
         model_digest=initial_digest,
@@ -192,7 +199,11 @@ async def train_step(school: School, progress: Progress, step: int) -> None:
     if result.refused is not None:
         what = {"reason": result.refused.reason.value, "error": result.refused.error, "n_sampled": plan.n_sampled}
         ack = await school.producer.append(events=[event("step_refused", step=step, policy_version=step, **what)])
+        school.num_refused_in_row += 1
+        if school.num_refused_in_row >= MAX_REFUSED:
+            raise StalledError(f"{MAX_REFUSED} steps in a row were refused and nothing is learned; the last: {result.refused.error}")
     else:
+        school.num_refused_in_row = 0
         passes = {school.train.segments[place].segment_id: number for place, number in places}
         used = [replace(row, use_number=passes[row.segment_id] + 1) for row in consumption(plan, result)]
         ack = await school.producer.append(events=[step_trained(result, wait_s=0.0)], consumption=used)

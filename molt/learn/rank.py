@@ -126,6 +126,11 @@ class PolicyRank:
         """Return once everything that was written about the newest step is in the log; the error that kept it out is raised here."""
         self._outgoing.settle()
 
+    @property
+    def is_corrected(self) -> bool:
+        """Whether a gate compares the trainer's log-probs with the engine's."""
+        return self.config.algo.advantage.is_correction_level != "off"
+
     def read(self, segment_ids: list[str]) -> list[Row]:
         """Rows of the log in the order asked."""
         return self.journal.read(segment_ids)
@@ -136,11 +141,10 @@ class PolicyRank:
         places = exchange.places_of(plan, self.rank)
         rows = dict(zip(places, self.read([plan.segments[p].segment_id for p in places]), strict=True))
         log_s = time.monotonic() - begun
-        is_corrected = self.config.algo.advantage.is_correction_level != "off"
         found: Refusal | None = None
         try:
             for place, row in rows.items():
-                check_lineage(plan.segments[place], row, is_corrected=is_corrected, vocab_size=vocab_size(self.policy.scorer))
+                check_lineage(plan.segments[place], row, is_corrected=self.is_corrected, vocab_size=vocab_size(self.policy.scorer))
                 if self.routes is not None and row.routes is not None:
                     self.routes.check(row.routes, f"segment {row.segment_id}")
                 if row.images is not None:

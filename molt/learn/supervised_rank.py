@@ -26,6 +26,11 @@ from molt.learn.step import Step, WholeBatch
 class SupervisedRank(PolicyRank):
     """One rank of supervised steps. n_sampled in its plans counts target tokens."""
 
+    @property
+    def is_corrected(self) -> bool:
+        """Never: nobody sampled a demonstration, so there is nothing to correct, whatever the settings are for runs that sample."""
+        return False
+
     def read(self, segment_ids: list[str]) -> list[Row]:
         """Rows of the log with their targets where the policy's ranks look for sampled tokens."""
         return [replace(row, is_sampled=row.is_trainable) for row in self.journal.read(segment_ids)]

@@ -15,7 +15,7 @@ from molt.cli.app import run
 from molt.cli.programs import run_program
 from molt.config import Config
 from molt.data.tiny import TEMPLATE, make_model, make_tokenizer, make_warmup
-from molt.errors import DataError
+from molt.errors import DataError, SettingError
 from molt.learn.demonstrations import HELD_ALIKE, Demonstrations, not_yet_held, places_of_step, plan_of
 from molt.learn.rank import PolicyRank
 from molt.learn.rows import Row
@@ -24,6 +24,7 @@ from molt.learn.supervised_rank import SupervisedRank
 from molt.log.reader import LogReader
 from molt.log.rows import Segment
 from molt.runs import RunDir
+from molt.settings import resolve
 from tests.learn.tiny import make_rank
 
 
@@ -127,6 +128,16 @@ def test_loss_is_the_mean_over_target_tokens_whatever_the_cut(world: Path) -> No
     assert isinstance(whole, PolicyRank) and not whole.journal.written  # nobody sampled them: no score, no gate
 
 
+def test_demonstrations_are_learned_under_settings_that_correct_what_was_sampled(world: Path) -> None:
+    """A command line resolves to a correction by token, as runs that sample ahead need one; nobody sampled these rows."""
+    corrected = resolve(flags=["--sft.dataset", str(world / "train.jsonl")]).algo.model_dump()
+    assert corrected["advantage"]["is_correction_level"] == "token"
+    plain, config = settings(world), settings(world, algo=corrected)
+    segments = Demonstrations.load(plain.sft.dataset or "", plain).segments[:8]
+    results = [supervised(one, segments).train(plan(segments)) for one in (plain, config)]
+    assert results[1].refused is None and results[1].loss == results[0].loss and results[1].n_kept == results[1].n_sampled
+
+
 def test_each_pass_takes_every_conversation_once() -> None:
     order = PromptOrder(num_prompts=10, seed=3)
     taken = [place for step in range(5) for place in places_of_step(order, step, 4)]
@@ -205,6 +216,8 @@ def test_pipeline_learns_evaluates_and_resumes_from_the_log(world: Path, tmp_pat
     half = settings(world, **runs, train={"num_steps": 3})
     assert run_program("sft", half) == 0
     run = RunDir(path=tmp_path / "half")
+    with pytest.raises(SettingError, match=r"sft.batch_size=4 with --resume, but the 3 steps made took 8 conversations each"):
+        run_program("sft", settings(world, **runs, train={"num_steps": 6}, sft={"batch_size": 4}), resume=run)
     assert run_program("sft", settings(world, **runs, train={"num_steps": 6}), resume=run) == 0
     cuts = [LogReader.open(tmp_path / name).cut() for name in ("whole", "half")]
     for cut in cuts:
