@@ -77,9 +77,8 @@ class RunDir:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def create_run(config: Config) -> RunDir:
-    """Make the folder of a new run. SettingError for a used or malformed name, LogFullError when the disk refuses."""
-    config = named(config)
+def free_place(config: Config) -> tuple[Path, str]:
+    """Folder and name of a new run with those settings, which name it. SettingError for a used or malformed name."""
     name = config.run.name or ""
     if not NAME_FORM.fullmatch(name):
         raise SettingError(f"run.name={name!r} is no name of a folder; use letters, digits, dot, dash and underscore, 128 at most")
@@ -87,6 +86,14 @@ def create_run(config: Config) -> RunDir:
     path = folder / name
     if path.exists():
         raise SettingError(f"run.name={name} is used in {folder}; take another name or go on with it: molt train --resume {path}")
+    return folder, name
+
+
+def create_run(config: Config) -> RunDir:
+    """Make the folder of a new run. SettingError for a used or malformed name, LogFullError when the disk refuses."""
+    config = named(config)
+    folder, name = free_place(config)
+    path = folder / name
     making = folder / f".{name}.{secrets.token_hex(4)}.making"
     try:
         making.mkdir(parents=True)

@@ -240,6 +240,8 @@ def _parse_words(key: str, words: list[str]) -> Any:
         return None
     if any(typing.get_origin(kind) is tuple for kind in kinds):
         parts = [part for word in words for part in word.strip("[]()").replace(",", " ").split()]
+        if len(parts) == 1 and not any(types.NoneType in _members(end) for kind in kinds for end in typing.get_args(kind)):
+            raise SettingError(f"--{key} {parts[0]}, it takes two values; write --{key} LOW HIGH")
         if len(parts) == 1:
             parts = ["none", parts[0]]
         return [None if part.lower() in ("none", "null") else _scalar(part) for part in parts]

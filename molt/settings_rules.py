@@ -32,7 +32,7 @@ def check_inputs(config: Config) -> None:
     """Refuse a training run whose model, prompts or agent are absent, or that is told of conversations, before anything is written."""
     sft = config.sft
     told = [_nothing(f"sft.{name}", getattr(sft, name), "molt train") for name in type(sft).model_fields if _given(sft, name)]
-    findings = [*_model_folder(config), *_files(config), *_output(config), *told]
+    findings = [*_model_folder(config), *_teacher(config), *_files(config), *_output(config), *told]
     if findings:
         raise SettingError("\n".join(findings))
 
@@ -240,6 +240,14 @@ def _model_folder(config: Config) -> Iterator[str]:
         yield f"actor.model_name_or_path={path}, it holds no tokenizer; save the tokenizer of the model into that folder"
     else:
         yield from model_findings(config, ModelShape.read(folder))
+
+
+def _teacher(config: Config) -> Iterator[str]:
+    if config.algo.advantage.estimator == "on_policy_distill" and config.reference.model_name_or_path is None:
+        yield (
+            "algo.advantage.estimator=on_policy_distill needs reference.model_name_or_path, the teacher: without one the policy as it "
+            "began is, and there is nothing to learn; give --reference.model_name_or_path FOLDER"
+        )
 
 
 def _files(config: Config) -> Iterator[str]:

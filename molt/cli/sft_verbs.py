@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from molt import environ
 from molt.cli.programs import load_program, program_path
 from molt.cli.report import emit_json, emit_table
-from molt.cli.train_verbs import made_by, resolved_for, run_and_say
+from molt.cli.train_verbs import check_place, made_by, resolved_for, run_and_say
 from molt.config import Config
 from molt.machine import check_machine
 from molt.settings import check, config_digest, flatten, with_whole_paths
@@ -57,6 +57,7 @@ def sft(
     # Nothing is generated, so the length of a model call says nothing about the data.
     check(resolved.model_copy(update={"rollout": resolved.rollout.model_copy(update={"max_new_tokens": 1})}))
     check_output(resolved)
+    check_place(resolved, run)
     resolved = with_whole_paths(resolved)
     program_path(pipeline)
     if dry_run:

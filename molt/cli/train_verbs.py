@@ -14,8 +14,9 @@ from molt.cli.programs import load_program, load_registered, recorded_programs, 
 from molt.cli.report import emit_json, emit_table, note
 from molt.config import Config
 from molt.errors import SettingError
+from molt.log.store import load_store
 from molt.machine import check_machine, machine_findings
-from molt.runs import RunDir, named, open_run
+from molt.runs import RunDir, free_place, named, open_run
 from molt.settings import check, config_digest, dump_toml, flatten, resolve, with_whole_paths
 from molt.settings_docs import describe
 from molt.settings_rules import check_inputs
@@ -61,6 +62,7 @@ def train(
     run, resolved = resolved_for(config, flags, resume)
     pipeline = pipeline or made_by(run) or "rl"
     check(resolved)
+    check_place(resolved, run)
     check_inputs(resolved)
     load_program(pipeline)  # what it registers is known from here on
     found = try_everything(resolved)
@@ -151,6 +153,13 @@ def run_and_say(pipeline: str, config: Config, run: RunDir | None, *, as_json: b
     else:
         print(f"run: {path}")
     return code
+
+
+def check_place(config: Config, run: RunDir | None) -> None:
+    """Refuse a name that is used or no name of a folder, and a log profile that is not there, before anything is started."""
+    load_store(config.log.store)
+    if run is None and config.run.name is not None:
+        free_place(config)
 
 
 def made_by(run: RunDir | None) -> str | None:

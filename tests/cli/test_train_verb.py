@@ -228,3 +228,18 @@ async def test_run_remembers_the_copy_of_a_pipeline_that_made_it(tmp_path: Path)
     load_registered(run, None)  # replay and ablate miss it only if they need what it registers
     with pytest.raises(SettingError, match=r"my_rl.py, which made the run, is not there; give --pipeline FILE"):
         made_by(run)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--run.name", "used"], "run.name=used is used in"),
+        (["--run.name", "a/b"], "run.name='a/b' is no name of a folder"),
+        (["--log.store", "nope"], "log.store=nope: no such profile"),
+        (["--algo.advantage.estimator", "on_policy_distill"], "on_policy_distill needs reference.model_name_or_path, the teacher"),
+    ],
+)
+def test_dry_run_refuses_what_the_run_would(inputs, tmp_path, capsys, more: list[str], said: str) -> None:
+    (tmp_path / "runs" / "used").mkdir(parents=True)
+    assert app.run(["train", *flags(inputs, "--run.dir", str(tmp_path / "runs"), *more), "--dry-run", "--json"]) == 2
+    assert said in json.loads(capsys.readouterr().out)["error"]

@@ -104,6 +104,7 @@ def test_unknown_flag_suggests_the_nearest() -> None:
 def test_flag_without_value_and_flag_with_too_many() -> None:
     assert "has no value" in refused("--actor.learning_rate")
     assert "takes one value, got 2" in refused("--run.name", "a", "b")
+    assert "--algo.reward.clip 1, it takes two values; write --algo.reward.clip LOW HIGH" in refused("--algo.reward.clip", "1")
     assert "is a group of settings" in refused("--actor", "x")
     assert "is not a setting" in refused("stray")
 
