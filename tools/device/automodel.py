@@ -45,10 +45,7 @@ def main() -> int:
             own |= {"fsdp.attn_implementation": arguments.attention} if seam == "automodel" else {}
             command = molt("parity", *flags(own), "--samples", "2" if small else "16", "--json")
             children[seam] = Child(command, log=parts.logs / f"automodel-parity-{seam}.log", env=env)
-        own = common(held["world"], engine, small=small) | run_settings(held["world"], run_dir, small=small)
-        own |= {} if small else {"fsdp.attn_implementation": arguments.attention}
-        if arguments.attention == "te":
-            own |= {"train.micro_batch_tokens": 1024, "train.num_steps": 4}  # the first: memory by its cube
+        own = common(held["world"], engine, small=small) | run_settings(held["world"], run_dir, arguments.attention, small=small)
         children["run"] = Child(molt("train", *flags(own)), log=parts.logs / "automodel-run.log", env=env)
         facts["started"] = list(children)
 
@@ -99,8 +96,11 @@ def common(world: World, engine: str, *, small: bool) -> dict[str, Any]:
     return own
 
 
-def run_settings(world: World, run_dir: Path, *, small: bool) -> dict[str, Any]:
+def run_settings(world: World, run_dir: Path, attention: str, *, small: bool) -> dict[str, Any]:
     """Settings of the asynchronous run."""
+    own: dict[str, Any] = {} if small else {"fsdp.attn_implementation": attention}
+    if attention == "te":
+        own |= {"train.micro_batch_tokens": 1024, "train.num_steps": 4}  # its deterministic kernels take memory by the cube of the first
     return {
         "run.dir": run_dir.parent,
         "run.name": run_dir.name,
@@ -116,7 +116,7 @@ def run_settings(world: World, run_dir: Path, *, small: bool) -> dict[str, Any]:
         "rollout.max_concurrency": 16 if small else 256,
         "algo.advantage.estimator": "grpo",
         "vllm.weight_transfer": "file",
-    }
+    } | own
 
 
 def last_json(child: Child) -> Any:
