@@ -12,7 +12,9 @@ import platform
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 from molt import environ
@@ -59,7 +61,7 @@ async def open_house(config: Config, run: RunDir, *, num_steps: int, say: Callab
         attempt = run.begin_attempt()
         say("starting the log writer")
         log = start_log_actor(run.path, run=run.name, attempt=attempt, store=config.log.store)
-        stack.callback(stop_log_actor, log, is_sealing=config.log.seal)
+        stack.push(partial(_close_log, log, is_sealing=config.log.seal, say=say))
         sink = RaySink(log)
         seats = stack.enter_context(gpu_seats(config))
         pool = RolloutPool(config, sink=sink, producer_name=f"pool-{attempt}", seats=seats.engines, run_dir=run.path)
@@ -109,6 +111,24 @@ class Starting:
         if self._left:
             self._say(f"starting {', '.join(self._left)}; {name} are there")
         return started
+
+
+def _close_log(
+    log: Any,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+    *,
+    is_sealing: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Seal and close the log. Where an error ends the run already, one of the seal is told beside it: the first cause wins."""
+    try:
+        stop_log_actor(log, is_sealing=is_sealing)
+    except Exception as later:
+        if error is None:
+            raise
+        say(f"the log is whole but not sealed: {later}")
 
 
 @contextmanager

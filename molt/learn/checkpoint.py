@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from molt.errors import DataError
+from molt.errors import DataError, MoltError
 from molt.learn import exchange
 from molt.learn.policy import Policy
 
@@ -61,20 +62,36 @@ def save(root: Path, policies: dict[str, Policy], position: Position) -> Path:
     """Write one checkpoint under root; a collective. Returns its folder on every rank."""
     name = f"step-{position.step:08d}"
     final, partial = root / name, root / f".partial-{name}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    with _optimizers_on_device(policies):
-        dcp.save(_state(policies), checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        (partial / POSITION).write_text(json.dumps(asdict(position), indent=1))
-    dist.barrier()
-    shares = exchange.gather({name: digest_of_file(partial / name) for name in _share(_files(partial))})
-    if dist.get_rank() == 0:
-        _publish(partial, final, {name: digest for share in shares for name, digest in share.items()})
-    dist.barrier()
+    with _told_when_refused(final):
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        with _optimizers_on_device(policies):
+            dcp.save(_state(policies), checkpoint_id=partial)
+        if dist.get_rank() == 0:
+            (partial / POSITION).write_text(json.dumps(asdict(position), indent=1))
+        dist.barrier()
+        shares = exchange.gather({name: digest_of_file(partial / name) for name in _share(_files(partial))})
+        if dist.get_rank() == 0:
+            _publish(partial, final, {name: digest for share in shares for name, digest in share.items()})
+        dist.barrier()
     return final
+
+
+@contextmanager
+def _told_when_refused(final: Path) -> Iterator[None]:
+    """MoltError for a disk that takes no checkpoint; torch wraps what the ranks met into an error of its own."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        failures = list(getattr(error, "failures", {}).values())
+        cause = failures[0][0] if failures else error
+        said = str(cause).splitlines()[0] if str(cause) else ""
+        raise MoltError(
+            f"checkpoint {final.name} cannot be written to {final.parent} ({type(cause).__name__}: {said}); those before it are whole: "
+            "free space or mend the rights, then molt train --resume RUN"
+        ) from error
 
 
 def load(folder: Path, policies: dict[str, Policy]) -> Position:

@@ -137,6 +137,10 @@ def _answer_of(call: Callable[[], Any], limit_s: float) -> Any:
     while True:
         try:
             return ray.get(call(), timeout=max(0.1, ends - time.monotonic()))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, MoltError):
+                raise error.cause from None
+            raise LogError(f"the log actor failed, {type(error.cause).__name__}: {error.cause}") from error
         except ray.exceptions.RayActorError as error:
             if time.monotonic() > ends:
                 raise LogError(f"the log actor was away for {limit_s:g} s; {str(error).splitlines()[0]}") from error

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from molt.errors import DataError
+from molt.errors import DataError, MoltError
 from molt.learn import checkpoint
 from molt.learn.checkpoint import Position, incomplete, keep_newest, load, newest, save
 from tests.learn.tiny import make_config, make_moe, make_plan, make_rank, make_rows
@@ -99,11 +100,25 @@ def test_crash_while_saving_leaves_the_previous_one(model: Path, tmp_path: Path,
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.os, "replace", crash)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(MoltError, match="no space"):
             save(tmp_path, {"actor": rank.policy}, replace(POSITION, step=2, num_updates={"actor": 0}))
     assert newest(tmp_path) == (old, [])
     keep_newest(tmp_path, 2, old)
     assert [f.name for f in tmp_path.iterdir()] == [old.name]
+
+
+def test_disk_that_takes_no_checkpoint_is_told_with_the_way_out(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = {"actor": make_rank(make_config(model), make_rows(2)).policy}
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(MoltError, match=r"checkpoint step-00000002 cannot be written to .*taken \(NotADirectoryError.*free space or mend"):
+        save(tmp_path / "taken", policies, POSITION)
+
+    def full(*arguments: object, **named: object) -> None:
+        raise CheckpointException("save", {0: _wrap_exception(OSError(28, "No space left on device"))})
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    with pytest.raises(MoltError, match=r"\(OSError: .*No space left on device\); those before it are whole"):
+        save(tmp_path, policies, POSITION)
 
 
 def test_only_the_newest_are_kept(model: Path, tmp_path: Path) -> None:
