@@ -47,10 +47,11 @@ class LiteralLog:
                 fields[column.name] = EMPTY[column.sql_type]
         self.add("events", event(kind, **fields))
 
-    def start(self, attempt: int = 1, resumed_from_step: int | None = None, **algo: Any) -> None:
-        """An attempt starts, with max_lag 1 and settings of algo.advantage as given."""
+    def start(self, attempt: int = 1, resumed_from_step: int | None = None, max_lag: int = 1, **algo: Any) -> None:
+        """An attempt starts, with max_lag and settings of algo.advantage as given."""
         self.attempt = attempt
         config = Config().model_dump(mode="json")
+        config["admission"]["max_lag"] = max_lag
         config["algo"]["advantage"].update(algo)
         self.event("attempt_started", config=json.dumps(config), resumed_from_step=resumed_from_step)
 

@@ -142,6 +142,18 @@ def test_segment_older_than_the_bound_is_found(log) -> None:
     assert log.rows("lag_within_bound") == [(1, 2, "e0-p1/1/0/0", 2, 2, 1, "older than the bound")]
 
 
+def test_plan_trained_again_is_held_to_the_bound_under_which_it_was_admitted(log) -> None:
+    log.well()
+    log.start(attempt=2, resumed_from_step=1, max_lag=0)
+    log.step(1, "e0-p1/0/0/0", lag=1)  # admitted by attempt 1, whose bound is 1
+    assert log.rows("lag_within_bound") == []
+    log.dispatch("e0-p2", 2)
+    old = log.segment("e0-p2/0/0", versions=(1,))
+    log.decide("e0-p2", "admitted")
+    log.step(2, old, lag=1)  # version 2 less 1, over the bound of 0
+    assert log.rows("lag_within_bound") == [(2, 2, "e0-p2/0/0/0", 1, 1, 0, "older than the bound")]
+
+
 def test_recorded_lag_that_is_not_the_segments_is_found(log) -> None:
     log.well()
     log.step(1, log.segment("e0-p1/1/0"), lag=0)
