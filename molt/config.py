@@ -27,7 +27,7 @@ class ActorSettings(Room):
     """The policy that learns."""
 
     model_name_or_path: str | None = None
-    """Folder with a Hugging Face model and its tokenizer."""
+    """Folder with a Hugging Face model and its tokenizer, or OWNER/MODEL[@REVISION] of the Hub, which is fetched before anything starts."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     learning_rate: float = Field(1e-6, gt=0)
     min_learning_rate: float = Field(0.0, ge=0)

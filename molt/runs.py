@@ -12,6 +12,7 @@ from pathlib import Path
 
 from molt.config import Config
 from molt.errors import LogFullError, SettingError
+from molt.hub import label
 from molt.settings import dump_toml, resolve_recorded
 
 CONFIG_FILE = "config.resolved.toml"
@@ -151,7 +152,7 @@ def list_runs(folder: str | Path = "runs") -> list[RunDir]:
 def _made_name(config: Config) -> str:
     """<agent>--<model>--<short id>."""
     agent = Path(config.train.agent_path or config.sft.dataset or "run").stem
-    model = Path(config.actor.model_name_or_path or "model").name
+    model = label(config.actor.model_name_or_path or "model")
     return "--".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-.") or "x" for part in (agent, model)) + f"--{secrets.token_hex(3)}"
 
 

@@ -10,6 +10,7 @@ from molt.algo.rules import check_algo
 from molt.config import Config, Room
 from molt.engine_rules import engine_findings
 from molt.errors import SettingError
+from molt.hub import is_name
 from molt.layout_rules import layout_findings, model_findings
 from molt.model_shape import ModelShape
 
@@ -261,7 +262,8 @@ def _files(config: Config) -> Iterator[str]:
         if path is None and is_needed:
             yield f"data.{name} is not given; give --data.{name} FILE (JSONL, Parquet or a Hugging Face data set folder)"
         elif path is not None and not Path(path).exists():
-            yield f"data.{name}={path}, no such file or folder; give JSONL, Parquet or a Hugging Face data set folder"
+            fetched = f"; hf download {path} --repo-type dataset --local-dir FOLDER fetches one of the Hub" if is_name(path) else ""
+            yield f"data.{name}={path}, no such file or folder; give JSONL, Parquet or a Hugging Face data set folder{fetched}"
 
 
 def _output(config: Config) -> Iterator[str]:

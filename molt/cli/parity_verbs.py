@@ -10,7 +10,8 @@ from cyclopts import App, Parameter
 from molt import environ
 from molt.cli.numbers import Count, Share
 from molt.cli.programs import program_path, run_quietly
-from molt.cli.report import emit_json, emit_table
+from molt.cli.report import emit_json, emit_table, note
+from molt.hub import with_fetched_models
 from molt.machine import check_machine
 from molt.settings import check, resolve
 
@@ -61,7 +62,7 @@ def parity(
     json
         Print JSON.
     """
-    resolved = resolve(config, flags)
+    resolved = with_fetched_models(resolve(config, flags), has_weights=True, say=note)
     check(resolved)
     program_path(pipeline)
     check_machine(resolved)

@@ -12,6 +12,7 @@ from molt.cli.numbers import Count, Size
 from molt.cli.report import emit_json, emit_table, note
 from molt.errors import SettingError
 from molt.fit import Cluster, Fit, fit
+from molt.hub import with_fetched_models
 from molt.model_shape import ModelShape
 from molt.settings import resolve
 
@@ -52,7 +53,7 @@ def plan(
     json
         Print JSON.
     """
-    resolved = resolve(config, flags)
+    resolved = with_fetched_models(resolve(config, flags), has_weights=False, say=note)
     folder = resolved.actor.model_name_or_path
     if folder is None:
         raise SettingError("actor.model_name_or_path is not given; give --actor.model_name_or_path FOLDER with a config.json")

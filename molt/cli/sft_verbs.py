@@ -9,9 +9,10 @@ from cyclopts import App, Parameter
 
 from molt import environ
 from molt.cli.programs import load_program, program_path
-from molt.cli.report import emit_json, emit_table
+from molt.cli.report import emit_json, emit_table, note
 from molt.cli.train_verbs import check_place, made_by, resolved_for, run_and_say
 from molt.config import Config
+from molt.hub import with_fetched_models
 from molt.machine import check_machine
 from molt.settings import check, config_digest, flatten, with_whole_paths
 from molt.settings_rules import check_output, check_supervised
@@ -53,6 +54,7 @@ def sft(
     """
     run, resolved = resolved_for(config, flags, resume)
     pipeline = pipeline or made_by(run) or "sft"
+    resolved = with_fetched_models(resolved, has_weights=not dry_run, say=note)
     check_supervised(resolved)
     # Nothing is generated, so the length of a model call says nothing about the data.
     check(resolved.model_copy(update={"rollout": resolved.rollout.model_copy(update={"max_new_tokens": 1})}))
