@@ -2,6 +2,7 @@
 -- parameters: none
 -- grain: one row per plan and segment, or per plan and figure
 -- empty when all is well
+-- asked in parts of plans
 with plans as (
     select
         lsn, attempt, step, policy_version, seed, cursor, n_sampled, num_segments, num_rollouts, groups,
@@ -9,7 +10,7 @@ with plans as (
             "num_rollouts": "INTEGER", "num_groups": "INTEGER", "segments": [{"segment_id": "VARCHAR", "rollout_id": "VARCHAR",
             "group_id": "VARCHAR", "prompt_index": "BIGINT", "lsn": "BIGINT", "n_tokens": "INTEGER", "n_sampled": "INTEGER",
             "version_min": "INTEGER", "version_max": "INTEGER", "reward": "FLOAT", "outcome": "FLOAT", "is_truncated": "BOOLEAN"}]}') as inside
-    from batch_planned
+    from shown_plans
 ),
 places as (
     select attempt, step, inside.cursor as cursor, unnest(inside.segments) as said from plans

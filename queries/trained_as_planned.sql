@@ -2,9 +2,10 @@
 -- parameters: none
 -- grain: one row per step and segment
 -- empty when all is well
+-- asked in parts of plans
 with plans as (
     select step, json_extract_string(plan, '$.segments[*].segment_id') as segment_ids, (plan->'$.micro_batches')::integer[][][] as micro_batches
-    from counted_plans
+    from shown_plans where lsn in (select lsn from counted_plans)
 ),
 by_rank as (
     select step, segment_ids, unnest(micro_batches) as batches, unnest(range(len(micro_batches))) as rank from plans
@@ -19,7 +20,8 @@ planned as (
     select step, segment_ids[place + 1] as segment_id, rank, micro_batch, position from by_place
 ),
 trained as (
-    select step, segment_id, rank, micro_batch, position from counted_consumption where step in (select step from counted_steps)
+    select step, segment_id, rank, micro_batch, position from counted_consumption
+    where step in (select step from counted_steps) and (step in (select step from plans) or step not in (select step from events where kind = 'batch_planned'))
 ),
 answer as (
     select

@@ -2,6 +2,7 @@
 
 A question about every token is asked in parts: DuckDB takes 2,048 rows at a time through lists of what is computed for each token, which
 for long segments is more than a machine has. A part shows a window of segments that hold a bounded number of tokens, and their scores.
+A question about every place of every plan is asked in parts, too: of plans that hold a bounded number of segments.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import duckdb
 
@@ -21,19 +22,25 @@ from molt.places import folder
 
 INVARIANT = "empty when all is well"
 IN_PARTS = "asked in parts"
+IN_PARTS_OF_PLANS = "asked in parts of plans"
 LAST_LINE = "select * from answer"
 PART_TOKENS = 1 << 20
 """Tokens in the segments of one part, at up to 300 bytes of lists each."""
+PART_PLACES = 1 << 19
+"""Segments in the plans of one part, at about 2,500 bytes of what a plan says of each."""
 MOST_VALUES = 1 << 20
 """In lists of an answer: a thousand segments of 300,000 tokens would be more Python numbers than a machine has."""
 _ROWS_AT_ONCE = 8
 WINDOW = ("first_segment", "last_segment", "first_score", "last_score")
 """Variables of the views full_segments and full_scores: the lsn that they begin and end at."""
+PLAN_WINDOW = ("first_plan", "last_plan")
+"""Variables of the view shown_plans."""
 LIGHT = """
 select segments.lsn, segments.n_tokens, min(scores.lsn), max(scores.lsn)
 from segments left join scores using (segment_id) where segment_id = coalesce($segment_id, segment_id)
 group by segments.lsn, segments.n_tokens order by segments.lsn
 """
+LIGHT_PLANS = "select lsn, num_segments from batch_planned order by lsn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +55,8 @@ class Question:
     grain: str
     is_invariant: bool
     """Any row is a fault."""
-    is_in_parts: bool
-    """Its answer is the rows that windows of segments answer, each once."""
+    parts_of: Literal["segments", "plans"] | None
+    """Its answer is the rows that windows of these answer, each once; None: it is asked of the whole."""
     sql: str
 
 
@@ -84,7 +91,7 @@ def read_question(path: Path) -> Question:
         parameters=_parameters(parameters),
         grain=grain,
         is_invariant=INVARIANT in head,
-        is_in_parts=IN_PARTS in head,
+        parts_of="segments" if IN_PARTS in head else "plans" if IN_PARTS_OF_PLANS in head else None,
         sql=text,
     )
 
@@ -95,12 +102,13 @@ def ask_question(connection: duckdb.DuckDBPyConnection, question: Question, *, l
     if unknown:
         raise SettingError(f"query={question.name}, it has no parameter {unknown[0]}; it takes {', '.join(question.parameters) or 'none'}")
     parameters = {**question.parameters, **given}
-    if not question.is_in_parts:
+    if question.parts_of is None:
         return fetch(connection, question.name, question.sql, parameters, limit=limit)
     rows: dict[tuple[Any, ...], None] = {}
     columns: tuple[str, ...] = ()
     is_cut = False
-    with closing(windows(connection, parameters.get("segment_id"))) as parts:
+    shown = plan_windows(connection) if question.parts_of == "plans" else windows(connection, parameters.get("segment_id"))
+    with closing(shown) as parts:
         for _ in parts:
             part = fetch(connection, question.name, question.sql, parameters, limit=limit)
             columns = part.columns
@@ -127,13 +135,31 @@ def windows(connection: duckdb.DuckDBPyConnection, segment_id: str | None) -> Ge
         window[1] = lsn
         if first_score is not None:
             window[2:] = [first_score if window[2] < 0 else min(window[2], first_score), max(window[3], last_score)]
+    yield from _shown(connection, WINDOW, found)
+
+
+def plan_windows(connection: duckdb.DuckDBPyConnection) -> Generator[None]:
+    """The same of plans."""
+    found: list[list[int]] = []
+    num_places = 0
+    for lsn, num_segments in connection.execute(LIGHT_PLANS).fetchall():
+        num_places += num_segments
+        if not found or num_places > PART_PLACES:
+            found.append([lsn, lsn])
+            num_places = num_segments
+        found[-1][1] = lsn
+    yield from _shown(connection, PLAN_WINDOW, found)
+
+
+def _shown(connection: duckdb.DuckDBPyConnection, names: tuple[str, ...], found: list[list[int]]) -> Generator[None]:
+    """Set the variables of each window in turn; one that shows nothing where there is none."""
     try:
-        for window in found or [[-1, -1, -1, -1]]:
-            for name, lsn in zip(WINDOW, window, strict=True):
+        for window in found or [[-1] * len(names)]:
+            for name, lsn in zip(names, window, strict=True):
                 connection.execute(f"set variable {name} = {lsn}")
             yield
     finally:
-        for name in WINDOW:
+        for name in names:
             connection.execute(f"reset variable {name}")
 
 

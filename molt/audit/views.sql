@@ -57,7 +57,12 @@ where attempts.void_from is null or gate_decided.step < attempts.void_from;
 
 -- One row per step: its newest plan, which a later attempt may train without planning anew.
 create view counted_plans as
-select * from batch_planned qualify row_number() over (partition by step order by lsn desc) = 1;
+select * from batch_planned where lsn in (select max(lsn) from events where kind = 'batch_planned' group by step);
+
+-- One row per plan, in the window that a part of a question looks at; else all.
+create view shown_plans as
+select * from batch_planned
+where getvariable('first_plan') is null or lsn between getvariable('first_plan') and getvariable('last_plan');
 
 -- One row per run of tokens of equal lineage.
 create view spans as

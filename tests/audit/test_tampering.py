@@ -154,3 +154,21 @@ def test_version_that_lasts_for_two_steps_is_given_again_between_them(log) -> No
     assert log.rows("weights_follow") == []
     log.event("weights_refit", step=1, weights_digest="w0", **refit | {"policy_version": 1})
     assert [row[2] for row in log.rows("weights_follow")] == ["after step 1 the weights were w1, not w0"]
+
+
+def test_questions_about_plans_answer_in_parts_as_over_the_whole(log, monkeypatch) -> None:
+    """Each plan by itself, and both together; a use without any plan belongs to no part and is told all the same."""
+    finished(log)
+    log.sql(in_plan("reward", 0.25))
+    log.sql("update consumption set position = 5 where step = 0")
+    log.trained(7)
+    log.consume(SEGMENT, 7)
+    whole = {name: log.rows(name) for name in ("plans_as_rows", "trained_as_planned")}
+    assert [row[1:] for row in whole["plans_as_rows"]] == [(1, SEGMENT, "other in the plan: reward")]
+    faults = {(row[0], row[2]) for row in whole["trained_as_planned"]}
+    assert faults == {(0, "trained on another place than planned"), (7, "trained without a plan")}
+    for num_places in (1, 2):
+        monkeypatch.setattr("molt.audit.questions.PART_PLACES", num_places)
+        for name, rows in whole.items():
+            assert sorted(log.rows(name), key=str) == sorted(rows, key=str)
+    assert log.sql("select count(*) from shown_plans") == [(2,)]
