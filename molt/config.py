@@ -262,7 +262,8 @@ class FsdpSettings(Room):
     packing_check: bool = True
     """Ask the model at the start whether rows that are packed together see each other, and refuse it if they do."""
     reshard_after_forward: bool = True
-    """Give back whole weights after each block's forward and backward pass; false gathers them once a step (and holds them: memory)."""
+    """Give back whole weights after each block's forward and backward pass; false gathers them once for all micro-batches that a step
+    learns from, and holds them meanwhile. Passes that only score give them back as before."""
     defer_grad_sync: bool = False
     """Sum gradients over ranks after the last micro-batch of a step, in place of after each; until then each rank holds all of them."""
 

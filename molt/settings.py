@@ -8,6 +8,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -74,26 +75,12 @@ def resolve_recorded(file: str | Path, flags: Sequence[str] = ()) -> Config:
     """The settings that a run recorded, and flags over them. Its record holds every setting; what has its default there counts as not
     given, as it was when the run began."""
     config, said = resolve([file], flags), parse_flags(flags)
-    for key, default in defaults().items():
+    values, defaults = flatten(config), flatten(Config())
+    for key in values.keys() - said.keys():
         *rooms, name = key.split(".")
-        room: Any = config
-        for part in rooms:
-            room = getattr(room, part)
-        if key not in said and getattr(room, name) == default:
-            room.model_fields_set.discard(name)
+        if values[key] == defaults[key]:
+            reduce(getattr, rooms, config).model_fields_set.discard(name)
     return config
-
-
-def defaults(model: type[Room] = Config, prefix: str = "") -> dict[str, Any]:
-    """Every dotted setting with its default."""
-    known: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Room):
-            known |= defaults(kind, f"{prefix}{name}.")
-        else:
-            known[f"{prefix}{name}"] = field.get_default(call_default_factory=True)
-    return known
 
 
 def _corrected(values: dict[str, Any]) -> dict[str, Any]:

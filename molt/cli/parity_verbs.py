@@ -11,7 +11,7 @@ from molt import environ
 from molt.cli.numbers import Count, Share
 from molt.cli.programs import program_path, run_quietly
 from molt.cli.report import emit_json, emit_table, note
-from molt.hub import with_fetched_models
+from molt.hub import fetch_weights, with_fetched_models
 from molt.machine import check_machine
 from molt.settings import check, resolve
 
@@ -62,10 +62,12 @@ def parity(
     json
         Print JSON.
     """
-    resolved = with_fetched_models(resolve(config, flags), has_weights=True, say=note)
+    given = resolve(config, flags)
+    resolved = with_fetched_models(given, say=note)
     check(resolved)
     program_path(pipeline)
     check_machine(resolved)
+    fetch_weights(given, resolved, say=note)
     environ.prepare()
     found = run_quietly(
         pipeline,

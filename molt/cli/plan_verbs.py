@@ -53,7 +53,7 @@ def plan(
     json
         Print JSON.
     """
-    resolved = with_fetched_models(resolve(config, flags), has_weights=False, say=note)
+    resolved = with_fetched_models(resolve(config, flags), say=note)
     folder = resolved.actor.model_name_or_path
     if folder is None:
         raise SettingError("actor.model_name_or_path is not given; give --actor.model_name_or_path FOLDER with a config.json")

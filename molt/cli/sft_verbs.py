@@ -12,7 +12,7 @@ from molt.cli.programs import load_program, program_path
 from molt.cli.report import emit_json, emit_table, note
 from molt.cli.train_verbs import check_place, made_by, resolved_for, run_and_say
 from molt.config import Config
-from molt.hub import with_fetched_models
+from molt.hub import fetch_weights, with_fetched_models
 from molt.machine import check_machine
 from molt.settings import check, config_digest, flatten, with_whole_paths
 from molt.settings_rules import check_output, check_supervised
@@ -54,7 +54,7 @@ def sft(
     """
     run, resolved = resolved_for(config, flags, resume)
     pipeline = pipeline or made_by(run) or "sft"
-    resolved = with_fetched_models(resolved, has_weights=not dry_run, say=note)
+    given, resolved = resolved, with_fetched_models(resolved, say=note)
     check_supervised(resolved)
     # Nothing is generated, so the length of a model call says nothing about the data.
     check(resolved.model_copy(update={"rollout": resolved.rollout.model_copy(update={"max_new_tokens": 1})}))
@@ -66,6 +66,7 @@ def sft(
         _print_dry_run(resolved, pipeline, as_json=json)
         return None
     check_machine(resolved)
+    fetch_weights(given, resolved, say=note)
     environ.prepare()
     return run_and_say(pipeline, resolved, run, as_json=json)
 

@@ -14,7 +14,7 @@ from molt.cli.programs import load_program, load_registered, recorded_programs, 
 from molt.cli.report import emit_json, emit_table, note
 from molt.config import Config
 from molt.errors import SettingError
-from molt.hub import with_fetched_models
+from molt.hub import fetch_weights, with_fetched_models
 from molt.log.store import load_store
 from molt.machine import check_machine, machine_findings
 from molt.runs import RunDir, free_place, named, open_run
@@ -62,7 +62,7 @@ def train(
     """
     run, resolved = resolved_for(config, flags, resume)
     pipeline = pipeline or made_by(run) or "rl"
-    resolved = with_fetched_models(resolved, has_weights=not dry_run, say=note)
+    given, resolved = resolved, with_fetched_models(resolved, say=note)
     check(resolved)
     check_place(resolved, run)
     check_inputs(resolved)
@@ -73,6 +73,7 @@ def train(
         _print_dry_run(resolved, found, as_json=json)
         return None
     check_machine(resolved)
+    fetch_weights(given, resolved, say=note)
     environ.prepare()
     return run_and_say(pipeline, resolved, run, as_json=json)
 

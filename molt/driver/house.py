@@ -93,7 +93,7 @@ async def answering(ranks: asyncio.Task[RankGroup], *, until: asyncio.Task[Any])
     group = await ranks
     while not until.done():
         await group.settle()
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.wait([until], timeout=_LOOK_S)
 
 
 class Starting:
@@ -128,7 +128,7 @@ def _close_log(
     except Exception as later:
         if error is None:
             raise
-        say(f"the log is whole but not sealed: {later}")
+        say(f"the log is not sealed: {later}")
 
 
 @contextmanager

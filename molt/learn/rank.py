@@ -100,8 +100,8 @@ class PolicyRank:
             waiting = time.monotonic()
             self.settle()
             log_s += time.monotonic() - waiting
-        gates = tally.kept(step.batches, step.columns.gates)
-        told = exchange.gather((gates, tally.peak_memory(self.policy.device)))
+        own = (tally.kept(step.batches, step.columns.gates), tally.peak_memory(self.policy.device))
+        of_ranks = exchange.gather(own)
         result = tally.result(
             plan,
             total,
@@ -109,8 +109,8 @@ class PolicyRank:
             refusal=refusal,
             digests=digests,
             weights_digest=weights_digest,
-            metrics=step.known.metrics | {"kl_coef": self.kl_coef} | tally.fullest([peak for _, peak in told]),
-            uses=tally.uses(plan, [kept for kept, _ in told[:: self.group_size]]),
+            metrics=step.known.metrics | {"kl_coef": self.kl_coef} | tally.fullest([peak for _, peak in of_ranks]),
+            uses=tally.uses(plan, [kept for kept, _ in of_ranks[:: self.group_size]]),
             train_s=time.monotonic() - begun,
             log_s=log_s,
         )

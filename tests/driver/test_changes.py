@@ -128,7 +128,7 @@ def test_attempt_under_the_same_settings_has_nothing_to_tell(tmp_path: Path):
     [
         ("code_digest", "c0", "code_digest", False),
         ("agent_digest", "a0", "agent_digest", True),  # an agent makes rollouts, not what steps make of them
-        ("pipeline", "/home/me/my_rl.py", "pipeline", True),  # what it holds is in code_digest
+        ("pipeline", "/copies/my_rl.py", "pipeline", True),  # what it holds is in code_digest
         ("packages", {"torch": "2.0.0"}, "packages.torch", False),
         ("packages", {"ray": "1.0.0"}, "packages.ray", True),
         ("packages", {"apex": "1"}, "packages.apex", True),  # gone since

@@ -112,7 +112,7 @@ def test_row_without_lineage_on_one_rank_refuses_the_step_on_both(two: list[Outc
 
 
 def test_weights_and_gradients_held_whole_are_gathered_and_summed_once_a_step(folder: Path) -> None:
-    wholes = torch.load(folder / "wholes", weights_only=False)
+    wholes = torch.load(folder / "wholes", weights_only=True)
     # Three groups (two blocks and the rest), three micro-batches. Sharded: each group is gathered for each forward pass, each block again
     # for each backward pass (the rest stays between the two): 9 + 6; sums of 3 groups after each of 3 micro-batches.
     assert {name: counts for name, (counts, _) in wholes.items()} == {

@@ -41,6 +41,25 @@ def test_model_is_taken_by_name_and_becomes_the_folder_of_its_revision(cache: Pa
         assert f"actor.model_name_or_path={name} is no folder here, asking the Hugging Face Hub" in done.stderr
 
 
+def test_weights_are_fetched_into_the_folder_of_the_same_revision(cache: Path) -> None:
+    code = (
+        "from molt.config import Config\nfrom molt.hub import fetch_weights, with_fetched_models\n"
+        "rooms = {'actor': 'maker/tiny-1B', 'reference': '/models/a'}\n"
+        "given = Config.model_validate({room: {'model_name_or_path': name} for room, name in rooms.items()})\n"
+        "said = []\nfetched = with_fetched_models(given, say=said.append)\nfetch_weights(given, fetched, say=said.append)\n"
+        "print(fetched.actor.model_name_or_path, fetched.reference.model_name_or_path, *said, sep='\\n')\n"
+    )
+    env = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        str(cache / "models--maker--tiny-1B" / "snapshots" / COMMIT),
+        "/models/a",
+        "actor.model_name_or_path=maker/tiny-1B is no folder here, asking the Hugging Face Hub",
+        f"actor.model_name_or_path=maker/tiny-1B: weights of revision {COMMIT}",
+    ]
+
+
 def test_name_that_the_hub_does_not_give_is_told_with_the_reason(cache: Path) -> None:
     done = ask(cache, "train", "--actor.model_name_or_path", "maker/other", "--dry-run")
     told = " ".join(done.stderr.replace("│", " ").split())
